@@ -20,11 +20,11 @@ from ._results import alone_in, claim_folder, versions
 
 DEFAULT = "k-vs-lambda"
 COMMANDS = {
-    "all": "Run every experiment, one after another, and then write the report.",
+    "all": "Run all experiments one after another, and then write the report.",
     "report": "Write one page of the experiments' results, as HTML and Markdown.",
     "merge": "Merge results of one experiment that differ only in their seeds.",
     "rejudge": "Judge the results in the repository again, from their tables.",
-    "keep": "Put the results and that page into the repository, replacing the old ones.",
+    "keep": "Copy the results and the report into the repository, replacing old ones.",
     "data": "Verify the files of MNIST or CIFAR-10, or download them.",
     "list": "List everything that can be run.",
 }
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         resumable = given.name in EXPERIMENTS or given.name == "all"
-        advice = " --resume goes on from there." if resumable else ""
+        advice = " Continue with --resume." if resumable else ""
         print(f"Interrupted before all results were written.{advice}", file=sys.stderr)
         return INTERRUPTED
 
@@ -74,9 +74,7 @@ def _dispatch(given: argparse.Namespace) -> int:
     if given.parts and name not in ("data", "speed", "merge", "rejudge"):
         raise Refusal(f"'{name}' takes no second name; leave '{given.parts[0]}' out.")
     if len(given.parts) > 1 and name not in ("merge", "rejudge"):
-        raise Refusal(
-            f"'{given.parts[1]}' is one name too many; --help says what there is."
-        )
+        raise Refusal(f"'{given.parts[1]}' is one name too many; see --help.")
     part = given.parts[0] if given.parts else None
     if given.quick and given.scale is not None:
         raise Refusal("--quick is a scale of its own; leave --scale out.")
@@ -106,7 +104,7 @@ def _dispatch(given: argparse.Namespace) -> int:
     names = list(EXPERIMENTS) if name == "all" else [name]
     out = given.out or (Path("results") if name == "all" else Path("results") / name)
     if name == "all" and given.dry_run:
-        raise Refusal("--dry-run is of one experiment; name it instead of 'all'.")
+        raise Refusal("--dry-run needs a single experiment; name one instead of 'all'.")
     options = Options(
         out,
         scale,
@@ -145,10 +143,12 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
                 raise Refusal(f"'{name}' takes no --{flag}; leave it out.")
         return
     if given.against is not None:
-        raise Refusal(f"'{name}' takes no --against; `report` does.")
+        raise Refusal(f"'{name}' takes no --against; only `report` does.")
     for option in ("steps", "grid", "reduction", "task"):
         if getattr(given, option) is not None and name == "all":
-            raise Refusal(f"--{option} is of one experiment; name it instead of 'all'.")
+            raise Refusal(
+                f"--{option} needs a single experiment; name one instead of 'all'."
+            )
     if given.data_dir is not None and scale != "full":
         raise Refusal("--data-dir is for --scale full; the other scales need no files.")
 
@@ -182,8 +182,8 @@ def _prepare(device: str | None) -> None:
         jax.config.update("jax_default_device", jax.devices(device)[0])
     except RuntimeError:
         raise Refusal(
-            f"jax finds no {device} here (it has: {jax.default_backend()}); leave "
-            "--device out, or install jax for it."
+            f"jax finds no {device} here (its default is {jax.default_backend()}); leave "
+            "--device out, or install a jax that supports it."
         ) from None
 
 
@@ -233,7 +233,7 @@ def _all(names: Sequence[str], options: Options) -> int:
         jax.clear_caches()
     code = _report(options.out)
     if failed:
-        print(f"Not run: {', '.join(failed)}.", file=sys.stderr)
+        print(f"Failed: {', '.join(failed)}.", file=sys.stderr)
     return 2 if failed else code
 
 
@@ -280,13 +280,13 @@ def _data(name: str | None, data_dir: Path | None) -> int:
             "`python -m benchmarks data mnist --data-dir DIR`."
         )
     if name not in DATASETS:
-        raise Refusal(_unknown(name, DATASETS, "data set", f"There are {known}."))
+        raise Refusal(_unknown(name, DATASETS, "data set", f"The data sets are {known}."))
     return run(name, data_dir)
 
 
 def _table(name: str) -> str:
     if name not in TABLES:
-        known = f"There are {', '.join(TABLES)}."
+        known = f"The tables are {', '.join(TABLES)}."
         raise Refusal(_unknown(name, TABLES, "table", known))
     return name
 
@@ -295,7 +295,7 @@ def _unknown(
     name: str,
     names: Iterable[str],
     kind: str,
-    advice: str = "`python -m benchmarks list` names them all.",
+    advice: str = "See `python -m benchmarks list`.",
 ) -> str:
     return f"There is no {kind} '{name}'{_nearest(name.lower(), names)} {advice}"
 
@@ -311,8 +311,8 @@ def _check_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> N
     name = unknown[0].partition("=")[0]
     if name.startswith("-"):
         nearest = _nearest(name, parser._option_string_actions)
-        raise Refusal(f"There is no option '{name}'{nearest} --help names them all.")
-    raise Refusal(f"'{name}' is one name too many; --help says what there is.")
+        raise Refusal(f"There is no option '{name}'{nearest} See --help.")
+    raise Refusal(f"'{name}' is one name too many; see --help.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -328,8 +328,8 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT,
         metavar="NAME",
         help=f"an experiment ({', '.join(EXPERIMENTS)}), a benchmark "
-        f"({', '.join(BENCHMARKS)}), or a command ({', '.join(COMMANDS)}); `list` has a "
-        "line on each",
+        f"({', '.join(BENCHMARKS)}), or a command ({', '.join(COMMANDS)}); `list` "
+        "describes them",
     )
     parser.add_argument(
         "parts",
@@ -344,9 +344,9 @@ def _parser() -> argparse.ArgumentParser:
         "--scale",
         type=_scale,
         metavar="SCALE",
-        help="embedded (the default: minutes on two cores, no files), medium (the "
-        "paper's CNN on images of textures, no files) or full (the paper's settings, on "
-        "MNIST and CIFAR-10)",
+        help="embedded (the default: minutes on two cores, needs no files), medium (the "
+        "paper's CNN on images of textures, needs no files) or full (the paper's "
+        "settings, on MNIST and CIFAR-10)",
     )
     parser.add_argument(
         "--quick",
@@ -357,13 +357,13 @@ def _parser() -> argparse.ArgumentParser:
         "--data-dir",
         type=_folder,
         metavar="DIR",
-        help="the folder of the files, with `data` and with --scale full",
+        help="folder of the data files, for `data` and for --scale full",
     )
     parser.add_argument(
         "--seeds",
         type=_number_of_seeds,
         metavar="N",
-        help="number of random initialisations (default: the scale's own)",
+        help="number of seeds (default: depends on the scale)",
     )
     parser.add_argument(
         "--seed-offset",
@@ -376,55 +376,60 @@ def _parser() -> argparse.ArgumentParser:
         "--grid",
         type=_numbers,
         metavar="A,B,...",
-        help="the swept values, such as the periods of k-sweep: 1,100,1e6",
+        help="values to sweep, such as 1,100,1e6 for the periods of k-sweep",
     )
     parser.add_argument(
         "--steps",
         type=_number_of_steps,
         metavar="N",
-        help="number of steps of a run (default: the scale's own)",
+        help="number of steps of each run (default: depends on the scale)",
     )
     parser.add_argument(
         "--reduction",
         type=_reduction,
         metavar="R",
-        help="sum or mean: the reduction of the loss to which the learning rates on "
-        "mini-batches refer (default: the scale's own; at the full scale the sum over "
-        "the training set, which agrees with the paper's boundary of stability)",
+        help="sum or mean: the reduction of the loss, which determines what a learning "
+        "rate on mini-batches means (default: depends on the scale; at the full "
+        "scale the sum over the training set, which agrees with the paper's "
+        "boundary of stability)",
     )
     parser.add_argument(
         "--task",
         type=_folder,
         metavar="FILE",
-        help="a Python file with your own model and data, for the experiments on images "
-        "that accept any task",
+        help="Python file with your own model and data, for the experiments that accept "
+        "one",
     )
     parser.add_argument(
         "--against",
         type=_folder,
         metavar="FILE",
-        help="with `report`: another report's report.json, to print what differs",
+        help="with `report`: the report.json of another report, to print the differences",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue an interrupted run in the folder of the results",
+        help="continue an interrupted run in the same folder",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the runs, steps, passes, memory and hours, from rates measured "
-        "within a minute, and run nothing",
+        help="do not run the experiment, but estimate its runs, steps, passes, hours "
+        "and memory from measurements of about a minute",
     )
     parser.add_argument(
-        "--device", type=_device, metavar="DEVICE", help="cpu or gpu (default: jax's own)"
+        "--device",
+        type=_device,
+        metavar="DEVICE",
+        help="cpu or gpu (default: jax's default)",
     )
     parser.add_argument(
         "--out",
         type=_folder,
         metavar="DIR",
-        help="folder for the results, refused if it has results with other settings "
-        "(default: results/NAME; for `all` and `report` results, with a folder each)",
+        help="folder for the results, which must not contain results with other "
+        "settings (default: results/NAME; for `all` and `report`: results, with a "
+        "subfolder for each experiment)",
     )
     return parser
 

@@ -27,7 +27,7 @@ def compare(folder: Path, other: Path) -> None:
                 lines.append(f"{name}: {claim}\n    {_shown(old)} -> {_shown(new)}")
     print("\n".join(lines))
     print(
-        f"{num_alike} verdicts alike, with intervals that overlap; {len(lines)} are not."
+        f"{num_alike} verdicts agree and have overlapping intervals; {len(lines)} differ."
     )
 
 
@@ -40,8 +40,8 @@ def _read(path: Path) -> Verdicts:
         return content
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise Refusal(
-            f"'{path}' is no report in JSON ({error}); `python -m benchmarks report` "
-            "writes one, report.json."
+            f"'{path}' is not a report in JSON ({error}); `python -m benchmarks report` "
+            "writes one as report.json."
         ) from None
 
 
@@ -55,7 +55,7 @@ def _overlap(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def _shown(verdict: Mapping[str, Any] | None) -> str:
     if verdict is None:
-        return "not there"
+        return "missing"
     low, high, estimate = (
         "none" if verdict[key] is None else f"{verdict[key]:.3g}"
         for key in ("low", "high", "estimate")

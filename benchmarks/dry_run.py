@@ -1,8 +1,9 @@
-"""What an experiment would take, before anything is run or written.
+"""Estimates of an experiment's cost, before anything is run or written.
 
-The functions that train call a `Rehearsal` in place of their runs, with their number of
-steps and a function that makes a few. It measures the rate, and raises `Planned`. After a
-minute no further points are measured, and the others count like the mean of those.
+Instead of making their runs, the functions that train call a `Rehearsal` with their
+number of steps and a function that makes a few steps. It measures the time of a step, and
+raises `Planned`. After a minute no further points are measured, and the remaining ones
+are assumed to cost the mean of the measured ones.
 """
 
 import math
@@ -23,16 +24,16 @@ from .experiment import Experiment, Place, Point
 
 
 BUDGET = 60.0
-"""Seconds, with compilation, after which no further point is measured."""
+"""Seconds, including compilation, after which no further point is measured."""
 _LONG_ENOUGH = 0.2
-"""Seconds of a measurement, beyond twice what the shortest run takes."""
+"""A measurement takes at least this many seconds more than two of the shortest runs."""
 _SHOWN = 5
 """The number of points that are listed."""
 _KEPT = Path(__file__).parent / "results"
 
 
 class Tally(NamedTuple):
-    """What an attempt has come to."""
+    """The steps and passes that an attempt made."""
 
     steps: float
     passes: float
@@ -40,16 +41,16 @@ class Tally(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """What a step takes."""
+    """The cost of one step."""
 
     seconds: float
     passes: float
     memory: float
-    """Bytes beyond those of the process so far."""
+    """Bytes in addition to those that the process already uses."""
 
 
 class Planned(Exception):
-    """What the runs at a point would take."""
+    """The expected cost of the runs at a point, raised instead of making them."""
 
     def __init__(self, num_runs: int, num_steps: float, rate: Rate | None, held: float):
         super().__init__("a dry run")
@@ -87,12 +88,13 @@ class Rehearsal:
     ) -> NoReturn:
         """Raise `Planned`.
 
-        - `program`: a step takes equally long in all runs with the same one.
-        - `num_steps`: steps of a run, at most.
-        - `attempt`: makes more steps the larger its argument; at 1 as few as possible.
-        - `whole`: an attempt makes a whole run, whatever its argument.
-        - `share`: the share of the examples that an attempt has.
-        - `held`: bytes that a run holds for its history.
+        - `program`: a key; runs with the same key have steps of the same cost.
+        - `num_steps`: the largest number of steps of a run.
+        - `attempt`: makes about as many steps as its argument says; for 1, as few as
+            possible.
+        - `whole`: whether an attempt makes a whole run, whatever its argument.
+        - `share`: the share of the examples that an attempt uses.
+        - `held`: bytes that the history of a run takes.
         """
         if program not in self.rates and time.perf_counter() < self.end:
             self.rates[program] = _measured(attempt, 1 if whole else num_steps, share)
@@ -100,7 +102,7 @@ class Rehearsal:
 
 
 def _measured(attempt: Callable[[int], Tally], num_steps: float, share: float) -> Rate:
-    """The rate of the steps after the first, without what a run of any length takes."""
+    """Measure the cost of a step, without the overhead that a run of any length has."""
 
     def timed(number: int) -> tuple[Tally, float]:
         begun = time.perf_counter()
@@ -116,7 +118,7 @@ def _measured(attempt: Callable[[int], Tally], num_steps: float, share: float) -
         tally, seconds = timed(number)
         if seconds >= long_enough:  # another number of steps may be another program
             tally, seconds = timed(number)
-        if tally.steps < number:  # the run has ended
+        if tally.steps < number:  # the run ended early
             break
     memory = (_peak() - before) / share
     more = tally.steps - first.steps
@@ -128,7 +130,7 @@ def _measured(attempt: Callable[[int], Tally], num_steps: float, share: float) -
 
 
 def _peak() -> float:
-    """The most bytes in use so far: of the device, or of this process on a CPU."""
+    """Return the peak memory in bytes: of the device, or of this process on a CPU."""
     (device,) = jax.numpy.zeros(()).devices()
     found = device.memory_stats() if device.platform != "cpu" else None
     if found is not None:
@@ -138,7 +140,7 @@ def _peak() -> float:
 
 
 def dry_run(name: str, experiment: Experiment, options: Options) -> None:
-    """Print what the experiment would take with these options."""
+    """Print the estimated cost of the experiment with these options."""
     settings = experiment.settings(options)
     points = list(experiment.points(settings))
     last = settings.first_seed + settings.seeds - 1
@@ -153,14 +155,15 @@ def dry_run(name: str, experiment: Experiment, options: Options) -> None:
     data = getattr(settings, "data", "")
     if options.scale == "full" and data in ("mnist", "cifar10") and not options.data_dir:
         print(
-            f"The files of {data} are missing, and images of their shape stand in for "
-            "them here: name their folder with --data-dir for the run."
+            f"The files of {data} are missing; this estimate uses other images of the "
+            "same shape. For the run itself, name the folder of the files with "
+            "--data-dir."
         )
     begun = time.perf_counter()
     place = Place(options.data_dir, rehearsal=Rehearsal(BUDGET))
     base, planned = _peak(), {}
     with threadpool_limits(None if options.scale in LARGE else 1, user_api="blas"):
-        # In random order, so that those within the budget are like the others.
+        # In random order, so that the measured points are representative.
         for i in random.Random(0).sample(range(len(points)), len(points)):
             planned[i] = _rehearsed(experiment, settings, points[i], place)
     seconds = time.perf_counter() - begun
@@ -184,11 +187,11 @@ def _print_plans(
     steps = sum(plan.steps for _, plan in plans)
     num_runs = sum(plan.num_runs for _, plan in plans)
     print(
-        f"{num_runs:,} runs, and at most {_rounded(steps)} steps in all; a run that is "
-        "trained ends earlier."
+        f"{num_runs:,} runs, with at most {_rounded(steps)} steps in total; a run ends "
+        "early once it is trained."
     )
     if not known:
-        print("No rate could be measured in the time for it.")
+        print("No point could be measured within the time limit.")
         return
     number = len(plans) / len(known)
     passes = number * sum(plan.steps * rate.passes for plan, rate in known)
@@ -197,12 +200,12 @@ def _print_plans(
     (device,) = jax.numpy.zeros(()).devices()
     print(
         f"About {_rounded(passes)} passes through the model, {_rounded(hours)} hours on "
-        f"this machine ({device.device_kind}), without compilation, and "
+        f"this machine ({device.device_kind}), excluding compilation, and "
         f"{_rounded(memory / 2**30)} GiB of memory."
     )
     print(
-        f"The rates of {len(known)} of {len(plans)} points were measured, in "
-        f"{seconds:.0f} s. The longest:"
+        f"{len(known)} of {len(plans)} points were measured, in {seconds:.0f} s. The "
+        "slowest:"
     )
     by_time = sorted(
         ((plan.steps * plan.rate.seconds, point) for point, plan in plans if plan.rate),
@@ -214,9 +217,9 @@ def _print_plans(
 
 
 def _kept(name: str) -> str:
-    """How long the runs in the repository took."""
+    """Say how long the runs in the repository took."""
     settings = _results.read_settings(_KEPT / name)
-    said = "No rate is measured for this experiment, whose steps are not alike."
+    said = "This experiment cannot be measured, because its steps differ in cost."
     if settings is not None and settings.get("run_seconds"):
         said += (
             f" The {settings['num_runs']:,} runs in the repository took "
@@ -227,7 +230,7 @@ def _kept(name: str) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Two digits."""
+    """Round to two digits."""
     if number >= 100:
         exponent = math.floor(math.log10(number)) - 1
         return f"{round(number / 10**exponent) * 10**exponent:,.0f}"

@@ -207,8 +207,8 @@ class Experiment(Generic[S]):
         settings = getattr(self, scale)
         if settings is None:
             raise Refusal(
-                "This experiment has no medium scale, which is for images; leave --scale "
-                "out."
+                "This experiment has no medium scale, which is only for images; leave "
+                "--scale out."
             )
         if not of_own_task:
             return settings
@@ -228,18 +228,20 @@ class Experiment(Generic[S]):
             changes["first_seed"] = options.first_seed
         if options.grid is not None:
             if not self.grid:
-                raise Refusal("This experiment sweeps no numbers; leave --grid out.")
+                raise Refusal(
+                    "This experiment has no numbers to sweep; leave --grid out."
+                )
             changes[self.grid] = self._grid(settings, options.grid)
         if options.steps is not None:
             if not hasattr(settings, self.steps):
                 raise Refusal(
-                    "This experiment has no one number of steps; leave --steps out."
+                    "This experiment has no single number of steps; leave --steps out."
                 )
             changes[self.steps] = options.steps
         if options.reduction is not None:
             if not hasattr(settings, "reduction"):
                 raise Refusal(
-                    "This experiment trains on no mini-batches; leave --reduction out."
+                    "This experiment does not use mini-batches; leave --reduction out."
                 )
             changes["reduction"] = options.reduction
         return dataclasses.replace(settings, **changes)
@@ -260,17 +262,17 @@ class Experiment(Generic[S]):
     def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:
         own = getattr(settings, self.grid)
         if not all(value > 0 for value in values):
-            raise Refusal(f"--grid is of positive numbers: {self.grid}.")
+            raise Refusal(f"--grid sets {self.grid} here, which must be positive.")
         if math.inf in values and math.inf not in own:
-            raise Refusal(f"--grid is of finite numbers here: {self.grid}.")
+            raise Refusal(f"--grid sets {self.grid} here, which must be finite.")
         low, high = self.bounds
         if any(not low <= value <= high for value in values if math.isfinite(value)):
             raise Refusal(
-                f"--grid is of numbers from {low:g} to {high:g} here: {self.grid}."
+                f"--grid sets {self.grid} here, which must be from {low:g} to {high:g}."
             )
         counted = self.grid == "periods" or isinstance(own[0], int)
         if counted and any(value % 1 for value in values if math.isfinite(value)):
-            raise Refusal(f"--grid is of whole numbers here: {self.grid}.")
+            raise Refusal(f"--grid sets {self.grid} here, which must be whole numbers.")
         return tuple(type(own[0])(value) for value in values)
 
 
@@ -280,16 +282,16 @@ def _of_task(settings: Settings, path: Path) -> dict[str, Any]:
     for name, value in task.settings.items():
         if not hasattr(settings, name):
             raise Refusal(
-                f"The task '{path}' sets '{name}', which is no setting of this "
-                "experiment; its settings.json names them all."
+                f"The task '{path}' sets '{name}', but this experiment has no such "
+                "setting; its settings.json lists all settings."
             )
         default = getattr(settings, name)
         try:
             changes[name] = own_task.like(default, value)
         except TypeError:
             raise Refusal(
-                f"The task '{path}' sets '{name}' to {value!r}, but the setting is of "
-                f"the kind of {default!r}."
+                f"The task '{path}' sets '{name}' to {value!r}, but it must have the "
+                f"same type as {default!r}."
             ) from None
     own_task.check(str(path))
     return changes | {"data": str(path), "network": own_task.named(path)}
@@ -358,8 +360,8 @@ class Folder:
                 old, new = before.get(key), self.circumstances[key]
                 raise Refusal(
                     f"The runs in '{self.path}' were made in other circumstances "
-                    f"({difference(old, new, key)}); replace them by a run without "
-                    "--resume, or resume where they were made."
+                    f"({difference(old, new, key)}); resume where they were made, or "
+                    "replace them by a run without --resume."
                 )
 
     def write_settings(self, more: Mapping[str, Any]) -> None:
@@ -469,10 +471,10 @@ def write_results(
     folder.write_settings(results)
     print_verdicts(console, verdicts)
     if folder.described["scale"] == "quick":
-        console.print("A quick run, to see that it works: its verdicts say nothing.")
-    source = f" (those of {experiment.runs_of})" if borrowed else ""
+        console.print("This was a quick test run, whose verdicts are meaningless.")
+    source = f" (reused from {experiment.runs_of})" if borrowed else ""
     console.print(
-        f"{num_runs} runs{source} in {seconds:.0f} s. In {out}: "
+        f"{num_runs} runs{source} in {seconds:.0f} s. Written to {out}: "
         f"{', '.join(f'{c}.png' for c in captions)}, {stem}.csv, verdicts.csv, "
         "settings.json",
         highlight=False,
@@ -518,12 +520,12 @@ def load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
         commits = np.atleast_1d(columns.pop("_commit", "")).tolist()
     except _DAMAGED as error:
         raise Refusal(
-            f"'{path}' cannot be read ({error}); delete it, to make those runs again."
+            f"'{path}' cannot be read ({error}); delete it to make these runs again."
         ) from None
     if stamp is not None and found != stamp:
         raise Refusal(
-            f"'{path}' holds runs with other settings or versions; delete it, to make "
-            "those runs again."
+            f"'{path}' holds runs with other settings or versions; delete it to make "
+            "these runs again."
         )
     return Made(Runs(point, columns), seconds, commits)
 

@@ -92,12 +92,12 @@ def _read(folder: Path) -> _Part:
     if name not in EXPERIMENTS or "first_seed" not in described["settings"]:
         raise Refusal(
             f"'{folder}' was written by another version, which did not store the seeds; "
-            "run it again."
+            "run the experiment again."
         )
     if described["borrowed"]:
         raise Refusal(
-            f"The runs of {name} in '{folder}' are those of another experiment; merge "
-            f"that one, and run {name} in a folder beside it."
+            f"The runs of {name} in '{folder}' are reused from another experiment; merge "
+            f"that experiment, and then run {name} in a folder next to it."
         )
     return _Part(folder, described)
 
@@ -142,7 +142,7 @@ def _settings(experiment: Experiment, parts: Sequence[_Part]) -> Settings:
     if settings is None or plain(dataclasses.asdict(settings)) != described:
         raise Refusal(
             f"'{parts[0].folder}' was written by another version of the experiment, with "
-            "other settings; run it again."
+            "other settings; run the experiment again."
         )
     if is_own(data) and described["network"] != named(Path(data)):
         raise Refusal(f"The task '{data}' has changed since '{parts[0].folder}' was run.")

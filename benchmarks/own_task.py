@@ -1,7 +1,7 @@
 """A user's own task in one Python file: a model of one example, and data.
 
 def model(key): ...      # an Equinox module, or a pair of a module and its state
-def data(seed): ...      # (inputs, targets) to train, to validate, to test
+def data(seed): ...      # (inputs, targets) for training, for validation, for testing
 settings = {"learning_rate": 0.1}      # optional: settings of the experiment, by name
 
 Targets that are whole numbers are classes; other numbers are values
@@ -51,8 +51,8 @@ def read(path: str) -> OwnTask:
     for name in ("model", "data"):
         if not callable(found.get(name)):
             raise Refusal(
-                f"The task '{path}' has no function '{name}'; a task is `model(key)` and "
-                "`data(seed)`, as docs/own-task.md shows."
+                f"The task '{path}' has no function '{name}'; a task must define "
+                "`model(key)` and `data(seed)`, as in docs/own-task.md."
             )
     settings = found.get("settings", {})
     if not isinstance(settings, Mapping):
@@ -68,7 +68,7 @@ def draw(path: str, num_train: int | None, seed: int) -> Any:
     if num_train is not None and num_train > number:
         raise Refusal(
             f"The task '{path}' has {number:,} training examples, but {num_train:,} are "
-            "asked for; set fewer in its `settings`."
+            "requested; set a smaller number in its `settings`."
         )
     first = _drawn(path, 0) if seed != 0 else (train, validation, test)
     if any(
@@ -78,7 +78,7 @@ def draw(path: str, num_train: int | None, seed: int) -> Any:
     ):
         raise Refusal(
             f"`data(seed)` of the task '{path}' must return arrays of the same shapes "
-            "for each seed."
+            "for all seeds."
         )
     return tuple(x[:num_train] for x in train), validation, test
 
@@ -102,8 +102,8 @@ def _drawn(path: str, seed: int) -> Any:
     if good != [True] * 3:
         raise Refusal(
             f"`data(seed)` of the task '{path}' must return three pairs of inputs and "
-            "targets, arrays of numbers of the same length in each: to train, to "
-            "validate and to test."
+            "targets, for training, validation and testing, each of two arrays of "
+            "numbers with the same length."
         )
     if not all(np.isfinite(array).all() for part in parts for array in part):
         raise Refusal(f"The data of the task '{path}' are not finite at seed {seed}.")
@@ -125,7 +125,7 @@ def check(path: str) -> None:
         outputs = eqx.filter_eval_shape(outputs_of, jax.random.key(0), inputs)
     except Exception as error:
         raise Refusal(
-            f"The model of the task '{path}' fails on examples of the shape "
+            f"The model of the task '{path}' fails on examples of shape "
             f"{inputs.shape[1:]} ({_said(error)})."
         ) from None
     shape = getattr(outputs, "shape", None)
@@ -134,24 +134,25 @@ def check(path: str) -> None:
     if not are_classes(targets):
         if shape != targets.shape:
             raise Refusal(
-                f"The outputs of the task '{path}' have the shape {shape[1:]} for each "
-                f"example and its targets {targets.shape[1:]}; give both the same shape, "
-                "or make the targets whole numbers if they are classes."
+                f"For each example, the outputs of the task '{path}' have shape "
+                f"{shape[1:]}, but the targets have shape {targets.shape[1:]}; make the "
+                "shapes equal, or the targets whole numbers if they are classes."
             )
         return
     if shape[:-1] != targets.shape:
         raise Refusal(
-            f"The outputs of the task '{path}' have the shape {shape[1:]} for each "
-            f"example, so that its classes must have the shape {shape[1:-1]}, but they "
-            f"have {targets.shape[1:]}; make the targets real numbers if they are values."
+            f"For each example, the outputs of the task '{path}' have shape "
+            f"{shape[1:]}, so its classes must have shape {shape[1:-1]}, but they have "
+            f"shape {targets.shape[1:]}; make the targets real numbers if they are "
+            "values."
         )
     low = min(int(y.min()) for _, y in parts)
     high = max(int(y.max()) for _, y in parts)
     if low < 0 or high >= shape[-1]:
         raise Refusal(
             f"The model of the task '{path}' has {shape[-1]} outputs, but the classes "
-            f"are {low} to {high}; count them from 0, and give the model an output for "
-            "each."
+            f"are {low} to {high}; number the classes from 0, and give the model an "
+            "output for each."
         )
 
 

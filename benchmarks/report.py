@@ -124,8 +124,9 @@ def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
     write_json(folder / "report.json", _as_json(results))
     num_found = sum(isinstance(result, Found) for result in results)
     print(
-        f"{num_found} of {len(results)} experiments, {len(images)} figures. In {there}: "
-        f"{', '.join(texts)}, report/; in {folder}: report.json"
+        f"The report has {num_found} of {len(results)} experiments and {len(images)} "
+        f"figures. Written: {', '.join(texts)} and report/ in {there}, report.json in "
+        f"{folder}."
     )
 
 
@@ -258,7 +259,7 @@ def _circumstances(content: Mapping[str, Any]) -> dict[str, str]:
     precision = "double" if content["x64"] else "single"
     return {
         "device": str(content["device"]),
-        "precision": f"{precision}, where an experiment does not say otherwise",
+        "precision": f"{precision}, unless an experiment says otherwise",
         "platform": f"{content['platform']}, {content['processors']} processors",
         **{name: str(number) for name, number in content["versions"].items()},
     }
@@ -297,48 +298,56 @@ def _opening(folder: Path, found: Sequence[Found], kept: bool) -> list[Block]:
     blocks: list[Block] = [
         Paragraph(
             [
-                "Made by ",
+                "This page is made by ",
                 Code(shlex.join(["python", "-m", "benchmarks", made_by, *out])),
-                " from the results that each experiment left in its folder",
+                " from the results of each experiment",
                 *(
-                    [" (", Code("benchmarks/results"), " in the repository)"]
+                    [", which are in ", Code("benchmarks/results"), " in the repository"]
                     if kept
                     else []
                 ),
-                "; ",
+                ". To run all experiments: ",
                 Code(shlex.join([*everything, *out])),
-                " runs them all.",
+                ".",
             ]
         ),
         Paragraph(
             [
-                "A claim of the paper is a statement on one statistic of the seeds, each "
-                "a draw of everything that varies: initialisation, batches, and the "
-                "images where there are any. It is ",
+                "Each claim is a statement about one statistic over the seeds. A seed "
+                "is one draw of everything random: the initialisation, the order of the "
+                "batches and, where there are images, the images. Unless a quantity "
+                "says otherwise, it has one value for each seed, and the estimate is "
+                "the mean over the seeds. A claim is ",
                 Outcome("confirmed"),
-                f" if its bootstrap {CONFIDENCE:.0%} interval lies within what is "
-                "claimed, ",
+                f" if the {CONFIDENCE:.0%} bootstrap interval lies within the claimed "
+                "range, ",
                 Outcome("refuted"),
-                " if it lies beyond, ",
+                " if it lies outside, and ",
                 Outcome("undecided"),
-                " otherwise, and ",
+                " otherwise. It is ",
                 Outcome("untested"),
-                " where the runs cannot tell: at a ceiling, on a network that is not "
-                "trained, or where a claim holds by construction. What is decided on its "
-                "own and no longer after Holm's correction over the verdicts of all "
-                "experiments is said. The p-values are Student's: they take the mean of "
-                "the seeds for normal. Beside each stands the least that a test without "
-                "that, of the signs of the seeds, could give. The thresholds are those "
-                "of ",
+                " if the runs cannot decide it, because accuracies are at their "
+                "ceiling, networks are not trained, or the claim holds by construction.",
+            ]
+        ),
+        Paragraph(
+            [
+                "The column 'after Holm' gives the outcome after Holm's correction over "
+                "the verdicts of all experiments. The p-values are Student's, which "
+                "assume that the mean over the seeds is normally distributed. The "
+                "column 'exact p' gives the smallest p-value that a sign test of as "
+                "many seeds could give, which does not assume this. The thresholds are "
+                "in ",
                 Code("benchmarks/thresholds.py"),
-                f", set on {thresholds.DATE}, or on the later day that stands there.",
+                f". They were set on {thresholds.DATE}, unless a later date is given "
+                "there.",
             ]
         ),
     ]
     if kept and not all(result.commits for result in found):
         unknown = (
-            "Experiments whose commit is not known were run before results were kept in "
-            "the repository: what their page said is all that is left of them."
+            "Experiments with an unknown commit were run before results were kept in "
+            "the repository. Only their settings, verdicts and figures are left."
         )
         blocks.append(Paragraph([unknown]))
     if len(scales) > 1:
@@ -362,7 +371,7 @@ def _overview(results: Sequence[Found | Lacking]) -> Table:
             claims += ["\n"] if claims else []
             after = " (undecided after Holm)" if corrected != verdict.outcome else ""
             claims += [Outcome(OUTCOMES[verdict.outcome]), f"{after}: {verdict.claim}"]
-        seconds = "those of another" if result.borrowed else _duration(result.seconds)
+        seconds = "reused runs" if result.borrowed else _duration(result.seconds)
         rows.append(
             [name, claims or [""], [result.scale], [f"{result.num_runs:,}"], [seconds]]
         )
@@ -378,11 +387,10 @@ def _totals(results: Sequence[Found | Lacking], found: Sequence[Found]) -> str:
     )
     own = [result for result in found if not result.borrowed]
     return (
-        f"{len(found)} of {len(results)} experiments have results. Of "
-        f"{outcomes.total()} claims: {counts}; after Holm's correction over all of them: "
-        f"{after}. In total "
-        f"{sum(result.num_runs for result in own):,} runs in "
-        f"{_duration(sum(result.seconds for result in own))}."
+        f"{len(found)} of {len(results)} experiments have results. They judge "
+        f"{outcomes.total()} claims: {counts}. After Holm's correction over all claims: "
+        f"{after}. The {sum(result.num_runs for result in own):,} runs took "
+        f"{_duration(sum(result.seconds for result in own))} in total."
     )
 
 
@@ -395,7 +403,7 @@ def _groups(found: Sequence[Found]) -> list[list[Found]]:
     return sorted(groups.values(), key=len, reverse=True)
 
 
-OLDER = "Older than the last change of gnlin: "
+OLDER = "Run before the latest change to gnlin: "
 
 
 def _older(found: Sequence[Found]) -> list[Block]:
@@ -408,7 +416,14 @@ def _where(groups: Sequence[Sequence[Found]]) -> list[Block]:
         return []
     blocks: list[Block] = [Heading(2, "Where and when")]
     if len(groups) > 1:
-        blocks.append(Paragraph(["The experiments differ in versions or machine."]))
+        blocks.append(
+            Paragraph(
+                [
+                    "The experiments were not all run with the same "
+                    "versions on the same machine."
+                ]
+            )
+        )
     for group in groups:
         names = ", ".join(result.name for result in group)
         dates = sorted({result.date for result in group})
@@ -425,11 +440,12 @@ def _where(groups: Sequence[Sequence[Found]]) -> list[Block]:
 
 def _lacking(result: Lacking) -> list[Block]:
     state = {
-        "not run": "Not run: ",
-        "unfinished": "Unfinished: ",
-        "unreadable": "Unreadable: delete its folder, which has other or damaged files; ",
+        "not run": "Not run yet. To run it: ",
+        "unfinished": "Unfinished. To finish it: ",
+        "unreadable": "Unreadable: its folder has damaged or unknown files. Delete the "
+        "folder, and run: ",
     }[result.state]
-    return [*_head(result.name), Paragraph([state, Code(result.command), " runs it."])]
+    return [*_head(result.name), Paragraph([state, Code(result.command), "."])]
 
 
 def _head(name: str) -> list[Block]:
@@ -442,15 +458,14 @@ def _of(result: Found, usual: Found, images: Path) -> list[Block]:
     the usual ones."""
     blocks = _head(result.name)
     if result.paper:
-        blocks.append(Paragraph([f"The paper: {result.paper}"]))
-    time = f"in {_duration(result.seconds)}"
+        blocks.append(Paragraph([f"Background: {result.paper}"]))
+    runs = f"{result.num_runs:,} runs in {_duration(result.seconds)}"
     if result.borrowed:
-        time = "of another experiment, whose time is not counted again"
+        runs = f"{result.num_runs:,} runs, reused from another experiment"
     blocks.append(
         Paragraph(
             [
-                f"Scale '{result.scale}', {result.num_runs:,} runs {time}, "
-                f"{result.date}: ",
+                f"Scale '{result.scale}', {runs}, {result.date}: ",
                 Code(result.command),
                 *_made_by(result),
             ]
@@ -460,7 +475,7 @@ def _of(result: Found, usual: Found, images: Path) -> list[Block]:
     other = {k: v for k, v in result.circumstances.items() if v != known.get(k)}
     if other:
         listed = ", ".join(f"{name} {value}" for name, value in other.items())
-        blocks.append(Paragraph([f"Made otherwise than {usual.name}: {listed}."]))
+        blocks.append(Paragraph([f"Different from {usual.name}: {listed}."]))
     blocks += [_figure(result, *figure, images) for figure in result.figures.items()]
     blocks += _judged(result)
     settings = {key: _shown(value) for key, value in result.settings.items()}
@@ -470,7 +485,7 @@ def _of(result: Found, usual: Found, images: Path) -> list[Block]:
 
 def _made_by(result: Found) -> list[str]:
     if not result.commits:
-        return [", commit not known."]
+        return [", commit unknown."]
     each = ", ".join(commit[:7] + commit[40:] for commit in result.commits)
     return [f", commit {each}."]
 
@@ -486,13 +501,13 @@ def _figure(result: Found, stem: str, caption: str, images: Path) -> Block:
     source = result.folder / f"{stem}.png"
     source = source if source.is_file() else images / name
     if not source.is_file():
-        return Paragraph([f"The figure {stem}.png is not in its folder. {caption}"])
+        return Paragraph([f"The figure {stem}.png is missing. {caption}"])
     return Image(source, name, f"Figure {stem} of {result.name}", caption)
 
 
 def _judged(result: Found) -> list[Block]:
     if not result.verdicts:
-        return [Paragraph(["It judges no claim."])]
+        return [Paragraph(["This experiment judges no claim."])]
     header = "claim", "quantity", "claimed", "estimate", f"{CONFIDENCE:.0%} interval"
     table = Table(
         [*header, "seeds", "p (Student's)", "exact p", "outcome", "after Holm"],
@@ -518,7 +533,7 @@ def _judged(result: Found) -> list[Block]:
         )
         for condition in dict.fromkeys(v.condition for v in result.verdicts)
     }
-    return [table, Details("Why so much", reasons)]
+    return [table, Details("Reasons for the thresholds", reasons)]
 
 
 def _all_seeds(verdict: Verdict) -> int:

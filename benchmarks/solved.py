@@ -219,9 +219,10 @@ def described(all_runs: Sequence[Runs], tolerances: Sequence[float]) -> str:
     problems = sum(int(runs.final("feature_updates").sum()) for runs in all_runs)
     unsolved = sum(int(runs.final("unsolved").sum()) for runs in all_runs)
     return (
-        "solved by L-BFGS (double precision) until no entry of the mean loss's gradient "
-        f"is over {' or '.join(f'{each:g}' for each in tolerances)}: the largest left "
-        f"are {' and '.join(left)}; {unsolved} of {problems} problems were not solved"
+        "solved by L-BFGS in double precision until no entry of the mean loss's "
+        f"gradient exceeds {' or '.join(f'{each:g}' for each in tolerances)} (largest "
+        f"final entries: {' and '.join(left)}; {unsolved} of {problems} problems "
+        "unsolved)"
     )
 
 

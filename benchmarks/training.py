@@ -265,8 +265,7 @@ def described(settings: Images) -> str:
     number = "all" if settings.num_train is None else f"{settings.num_train:,}"
     batch = "full batch" if settings.batch_size is None else "mini-batches of "
     if settings.batch_size is not None:
-        loss = "mean" if settings.reduction == "mean" else "summed over all of them"
-        batch += f"{settings.batch_size}, loss {loss}"
+        batch += f"{settings.batch_size}"
     return f"{settings.network} on {number} training images of {settings.data}, {batch}"
 
 

@@ -57,7 +57,8 @@ Statistic = Callable[[Float[ndarray, "seeds ..."]], float]
 class Verdict:
     claim: str
     quantity: str
-    """The computed quantity. It has one value for each seed unless it says otherwise."""
+    """The computed quantity. It has one value for each seed, and the estimate is their
+    mean, unless it says otherwise."""
     condition: str
     """The condition that the claim puts on it."""
     reason: str
@@ -97,9 +98,9 @@ def judge(
     found = _resample(values[known], statistic)
     p_confirmed, p_refuted = _levels(found, threshold)
     if not len(values):
-        untested = untested or "the grid is too small"
+        untested = untested or "the grid has too few values"
     elif not untested and num_left_out > MOST_LEFT_OUT * len(values):
-        untested = f"{num_left_out} of {len(values)} seeds say nothing"
+        untested = f"{num_left_out} of {len(values)} seeds have no value"
     outcome = UNDECIDED
     if untested:
         outcome = NOT_TESTED
@@ -128,7 +129,9 @@ def at_ceiling(*accuracies: Float[ndarray, "seeds ..."]) -> str:
     can."""
     known = [each[np.isfinite(each)] for each in accuracies]
     lowest = min((each.mean() for each in known if len(each)), default=0.0)
-    return f"all accuracies are at the ceiling, {lowest:.1%}" if lowest >= CEILING else ""
+    if lowest < CEILING:
+        return ""
+    return f"all accuracies are at the ceiling: at least {lowest:.1%}"
 
 
 def interval(
@@ -218,13 +221,13 @@ def _beyond(found: _Resampled, bound: float, side: int) -> float:
 def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) -> str:
     if found.num_seeds > 1 and found.low == found.high:
         if not is_mean:
-            return "nearly all resamples come to the same number"
+            return "nearly all resamples give the same value"
         return f"all {found.num_seeds} values are the same"
     bounds = [b for b in (threshold.above, threshold.below) if np.isfinite(b)]
     spare = min(abs(found.estimate - bound) for bound in bounds)
     noise = (found.high - found.low) / 2
     if outcome == CONFIRMED and 0 not in bounds and spare > MANY * noise:
-        return f"the bound is {spare / noise:.0f} times the noise away"
+        return f"its distance from the threshold is {spare / noise:.0f} times the noise"
     return _what_would_decide(found, bounds) if outcome == UNDECIDED else ""
 
 
@@ -316,8 +319,8 @@ def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
         note = f" ({v.note})" if v.note else ""
         console.print(
             f"{v.outcome}: {v.claim}{note}.\n    {v.quantity}: {v.estimate:.3g}, "
-            f"{CONFIDENCE:.0%} interval [{v.low:.3g}, {v.high:.3g}] over {v.num_seeds}"
-            f"{left_out}, p = {v.p:.1g}; claimed {v.condition}.",
+            f"{CONFIDENCE:.0%} interval [{v.low:.3g}, {v.high:.3g}] over {v.num_seeds} "
+            f"seeds{left_out}, p = {v.p:.1g}; claimed: {v.condition}.",
             highlight=False,
             soft_wrap=True,
         )

@@ -163,7 +163,7 @@ def test_table_and_figure_have_a_part_for_each_task(tmp_path):
     assert len(lines) == 6
     assert lines[2].startswith("| MLP, tanh | 95.0 ± 0.0 | 95.0 ± 0.0 | 96.0 ± 0.0 | 0.1")
     assert lines[3].endswith("| 12 |")  # of six seeds, twice
-    assert lines[-1] == "As good or better on 1 of 2."
+    assert lines[-1] == "gnlin.fit is as good as Adam or better on 1 of 2 tasks."
 
 
 @pytest.mark.slow

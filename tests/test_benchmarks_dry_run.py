@@ -120,8 +120,8 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
     assert main(["large-k-augmented", "--dry-run", *options]) == 0
     said = capsys.readouterr().out
     assert "2 points, seeds 4 to 6. Nothing is run or written." in said
-    assert "6 runs, and at most 300 steps in all" in said
-    assert "No rate could be measured" in said
+    assert "6 runs, with at most 300 steps in total" in said
+    assert "No point could be measured" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -131,12 +131,12 @@ def test_a_dry_run_measures(capsys, monkeypatch):
     one = dataclasses.replace(kernel_drift.EXPERIMENT, quick=settings)
     dry_run.dry_run("kernel-drift", one, Options(None, "quick"))
     said = capsys.readouterr().out
-    assert "4 runs, and at most 80 steps in all" in said
+    assert "4 runs, with at most 80 steps in total" in said
     # Gradient steps on mini-batches: one tangent and one transposed pass.
     passes = re.search("About (.*) passes through the model, (.*) hours on this", said)
     assert 80 <= float(passes[1].replace(",", "")) <= 320
     assert float(passes[2]) > 0
-    assert "The rates of 2 of 2 points were measured" in said
+    assert "2 of 2 points were measured" in said
     assert said.count(" hours: period ") == 2
 
 
@@ -144,7 +144,7 @@ def test_missing_files_are_named_and_replaced(capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "BUDGET", 0)
     assert main(["k-sweep", "--scale", "full", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "The files of cifar10 are missing, and images of their shape stand in" in said
+    assert "The files of cifar10 are missing; this estimate uses other images" in said
     assert "--data-dir" in said
     drawn = training.load(MODULES["k-sweep"].FULL, Place(rehearsal=Rehearsal(0)), 0)
     assert drawn.train[0].shape == (1_000, 3, 32, 32)
@@ -154,8 +154,7 @@ def test_experiments_without_a_rate_say_how_long_they_took(capsys):
     assert main(["lambda-sweep", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "2 points, seeds 0 to 99." in said
-    assert "2,600 runs. No rate" in said
-    assert "No rate is measured for this experiment" in said
+    assert "2,600 runs. This experiment cannot be measured" in said
     assert re.search("runs in the repository took .* hours on 2 processors", said)
 
 

@@ -227,6 +227,6 @@ def test_its_verdicts_and_figures(in_slabs, tmp_path):
         verdict, *_ = experiment.judge_all(settings, [made])
         assert verdict.outcome == outcome
     captions = experiment.draw(settings, [runs], tmp_path)
-    assert "2 slabs of 4 steps" in captions["equations"]
+    assert ", 2 slabs)" in captions["equations"]
     for name in captions:
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000

@@ -307,7 +307,7 @@ def test_the_k_sweep_leaves_out_untrained_and_unsolved_runs():
     assert estimates == pytest.approx(2 * [0.005, 0.02, 0.03, -0.2, -0.01, 0.02])
     assert [v.num_left_out for v in verdicts] == 2 * [0, 1, 0, 0, 1, 1]
     assert outcomes(verdicts[:6]) == ["confirmed", "refuted", *4 * ["confirmed"]]
-    assert "K = 1e+08, 5e+04 times the training," in verdicts[3].claim
+    assert "K = 1e+08, 5e+04 times the training length," in verdicts[3].claim
 
 
 def test_a_period_longer_than_a_run_is_not_tested():
@@ -457,7 +457,7 @@ def test_residual_networks_are_judged_by_their_best_and_their_fall():
     runs[0].columns["train_loss"][:] = 1.0
     plain, _, stable = resnet.judge_all(settings, runs)
     assert plain.outcome == stable.outcome == NOT_TESTED
-    assert plain.note == "7 of 7 seeds say nothing"
+    assert plain.note == "7 of 7 seeds have no value"
 
 
 def test_solved_problems_are_judged_by_the_closest_solution():

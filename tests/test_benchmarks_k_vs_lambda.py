@@ -123,13 +123,11 @@ def test_settings_say_what_the_numbers_depend_on(results):
 
 
 @pytest.mark.slow
-def test_the_captions_say_where_runs_are_not_trained(results):
+def test_the_captions_name_all_tasks_and_count_diverged_runs(results):
     captions = json.loads((results / "settings.json").read_text())["figures"]
     assert set(captions) == {"k_vs_lambda", "difference", "filters", "theory"}
     for name in TASKS:
-        title = make_task(QUICK, name).title
-        where = "k_vs_lambda" if name in DRAWN else "difference"
-        assert f"{title}: " in captions[where]
+        assert f"{make_task(QUICK, name).title}: " in captions["difference"]
     assert "0 of 104 runs diverged" in captions["k_vs_lambda"]
 
 
@@ -307,8 +305,8 @@ def bounded(found):
 def test_points_of_error_are_judged_by_a_margin_and_by_their_direction():
     by = {"digits": 0.005, "digits-cross-entropy": 0.03}
     found = outcomes(of_tasks(8, lambda name, generator: {"points": by.get(name, 0)}))
-    alike = {k: v for k, v in found.items() if "end alike" in k}
-    better = {k: v for k, v in found.items() if "damping is better" in k}
+    alike = {k: v for k, v in found.items() if "same test error" in k}
+    better = {k: v for k, v in found.items() if "damping has a smaller" in k}
     assert list(alike.values()) == [*4 * ["confirmed"], "refuted"]
     decided = [k for k, v in better.items() if v == "confirmed"]
     assert [k.partition(":")[0] for k in decided] == [
@@ -444,5 +442,5 @@ def test_diverged_runs_are_reported_and_drawn(tmp_path):
     all_runs = [Runs(point, columns) for point in k_vs_lambda.points(settings)]
     captions = k_vs_lambda.EXPERIMENT.draw(settings, all_runs, tmp_path)
     assert "20 of 80 runs diverged" in captions["k_vs_lambda"]
-    assert "Digits, squared error: 1e+04, 1e+05;" in captions["k_vs_lambda"]
+
     assert (tmp_path / "k_vs_lambda.png").stat().st_size > 0

@@ -71,7 +71,7 @@ def test_finished_results_replace_kept_ones(tmp_path, capsys):
     assert f"commit {commit[:7]}" in text
     assert "](report/filters.png)" in text
     assert (tmp_path / kept.PAGE / "report" / "filters.png").exists()
-    assert "Not run: `python -m benchmarks resnet` runs it." in text
+    assert "Not run yet. To run it: `python -m benchmarks resnet`." in text
     # Adding a result keeps the existing ones and their figures.
     shutil.rmtree(results)
     leave(results, "resnet", figures={"resnet": "Three."}, commits=[commit])

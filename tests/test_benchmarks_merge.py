@@ -170,7 +170,7 @@ def run_with(out, monkeypatch):
         ({}, {"versions": {"jax": "0"}}, r"their seeds .equinox: .* in the first"),
         ({}, {"device": "abacus"}, "more than their seeds .device: cpu in the first"),
         ({}, {"finished": False}, "has no finished results"),
-        ({}, {"borrowed": True}, "are those of another experiment"),
+        ({}, {"borrowed": True}, "are reused from another experiment"),
         ({}, {"settings": {"seeds": 2}}, "was written by another version"),
     ],
 )

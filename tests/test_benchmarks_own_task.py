@@ -150,18 +150,18 @@ OF_DATA = "`data.seed.` of the task .* must return three pairs of inputs and tar
     [
         ("def model", "def network", "has no function 'model'"),
         ("import equinox", "import no_such_module", "cannot be run .ModuleNotFoundError"),
-        ('"learning_rate"', '"rate"', "sets 'rate', which is no setting"),
-        ("0.02", '"fast"', "sets 'learning_rate' to 'fast', but the setting is of the"),
+        ('"learning_rate"', '"rate"', "sets 'rate', but this experiment has no"),
+        ("0.02", '"fast"', "sets 'learning_rate' to 'fast', but it must have the same"),
         (
             '{"learning_rate": 0.02}',
             "3",
             "`settings` of the task .* must be a dictionary",
         ),
-        ("MLP(3", "MLP(4", "fails on examples of the shape .3,. .TypeError"),
+        ("MLP(3", "MLP(4", "fails on examples of shape .3,. .TypeError"),
         ("MLP(3, 2", "MLP(3, 1", "has 1 outputs, but the classes are 0 to 1"),
         ("y = (x[:, 0] > 0)", "y = -(x[:, 0] > 0)", "the classes are -1 to 0"),
-        ("astype(int)", "astype(int)[:, None]", "classes must have the shape ..,"),
-        ("astype(int)", "astype(float)", "the shape .2,. for each example and its targe"),
+        ("astype(int)", "astype(int)[:, None]", "classes must have shape ..,"),
+        ("astype(int)", "astype(float)", "outputs of the task .* have shape .2,., but"),
         ("rng.standard", "1 / 0 * rng.standard", "`data.0.` of the task .*Zero"),
         ("y = (x", "x[3] = np.nan; y = (x", "are not finite at seed 0"),
         ("(x[:30], y[:30])", "(x[:30], y[:29])", OF_DATA),
@@ -180,14 +180,14 @@ def test_tasks_that_do_not_fit_are_refused_in_a_sentence(old, new, words, task):
 
 def test_more_examples_than_there_are_are_refused(task):
     settings = dataclasses.replace(settings_of(k_sweep, task), num_train=31)
-    with pytest.raises(Refusal, match="has 30 training examples, but 31 are asked for"):
+    with pytest.raises(Refusal, match="has 30 training examples, but 31 are requested"):
         training.load(settings, Place(), 0)
 
 
 def test_data_of_other_shapes_at_another_seed_are_refused(task):
     written(task, TASK.replace("60, 3", "60 + seed, 3"))
     settings = settings_of(k_sweep, task)
-    with pytest.raises(Refusal, match="arrays of the same shapes for each seed"):
+    with pytest.raises(Refusal, match="arrays of the same shapes for all seeds"):
         training.load(settings, Place(), 1)
 
 

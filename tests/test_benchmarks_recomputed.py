@@ -184,7 +184,8 @@ def test_difference_between_k_steps_and_damping(tmp_path):
     check(more_dead, dead.mean(axis=1), above=0)
     k, damping = both("test_error", "digits")
     on_digits = verdicts[
-        "Digits, squared error: damping is better than K steps of equal strength"
+        "Digits, squared error: damping has a smaller test error than K steps of equal "
+        "strength"
     ]
     check(on_digits, (k - damping).mean(axis=1), above=0)
     correlations = [

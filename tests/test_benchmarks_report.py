@@ -167,7 +167,7 @@ def test_a_missing_figure_is_named(tmp_path):
     folder = leave(tmp_path, "k-sweep")
     (folder / "k_sweep.png").unlink()
     markdown, _ = written(tmp_path)
-    assert "figure k\\_sweep.png is not in its folder" in markdown
+    assert "figure k\\_sweep.png is missing" in markdown
 
 
 def test_the_page_is_self_contained_and_its_links_resolve(tmp_path):
@@ -234,8 +234,8 @@ def test_borrowed_runs_are_counted_once(tmp_path):
     leave(tmp_path, "resnet", run_seconds=99.0, finished=False)
     markdown, page = written(tmp_path)
     for text in (markdown, page):
-        assert "In total 37 runs in 1 h 30 min." in text
-    assert "not counted again" in section(markdown, "filters")
+        assert "The 37 runs took 1 h 30 min in total." in text
+    assert "reused from another experiment" in section(markdown, "filters")
     assert "3 confirmed, 3 refuted, 3 undecided" in markdown
 
 
@@ -248,17 +248,17 @@ def test_other_scales_and_versions_are_said(tmp_path):
     assert "Scale 'full'" in section(markdown, "batch")
     assert "otherwise" not in section(markdown, "batch")
     said = section(markdown, "filters")
-    assert re.search("Made otherwise than k-sweep: device a GPU.*, jax 3.2.1.", said)
+    assert re.search("Different from k-sweep: device a GPU.*, jax 3.2.1.", said)
 
 
 def test_an_experiment_without_claims_says_so(tmp_path):
     leave(tmp_path, "k-sweep", verdicts=[])
-    assert "It judges no claim." in section(written(tmp_path)[0], "k-sweep")
+    assert "This experiment judges no claim." in section(written(tmp_path)[0], "k-sweep")
 
 
 def test_results_without_what_the_paper_found(tmp_path):
     leave(tmp_path, "k-sweep", paper="")
-    assert "The paper:" not in written(tmp_path)[0]
+    assert "Background:" not in written(tmp_path)[0]
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -301,8 +301,8 @@ def test_reports_are_compared_by_claim(tmp_path, capsys):
         "k-sweep: it fails",
         "    refuted, -0.5 [-0.75, -0.25] -> refuted, 3 [2, 4]",
         "k-sweep: a new one",
-        "    not there -> confirmed, 0.5 [0.25, 0.75]",
-        "1 verdicts alike, with intervals that overlap; 3 are not.",
+        "    missing -> confirmed, 0.5 [0.25, 0.75]",
+        "1 verdicts agree and have overlapping intervals; 3 differ.",
     ]
 
 
@@ -312,7 +312,7 @@ def test_files_that_are_not_reports_are_not_compared(text, tmp_path):
     report.write(tmp_path, NAMES)
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(Refusal, match="is no report in JSON"):
+    with pytest.raises(Refusal, match="is not a report in JSON"):
         compare(tmp_path, path)
 
 
@@ -323,9 +323,9 @@ def test_outcomes_with_and_without_holm(tmp_path):
     leave(tmp_path, "k-sweep", [*weak, clear])
     leave(tmp_path, "batch", [untold])
     markdown, _ = written(tmp_path)
-    told = "Of 5 claims: 4 confirmed, 0 refuted, 0 undecided, 1 untested; after Holm's "
+    told = "They judge 5 claims: 4 confirmed, 0 refuted, 0 undecided, 1 untested."
     assert told in markdown
-    after = "over all of them: 1 confirmed, 0 refuted, 3 undecided, 1 untested"
+    after = "over all claims: 1 confirmed, 0 refuted, 3 undecided, 1 untested"
     assert after in markdown
     assert "**confirmed** (undecided after Holm): claim a" in markdown
     assert "**confirmed**: clear" in markdown

@@ -235,7 +235,7 @@ def test_resume_without_results_starts(calls, tmp_path):
 
 
 def test_a_medium_scale_is_for_images():
-    with pytest.raises(Refusal, match="has no medium scale, which is for images"):
+    with pytest.raises(Refusal, match="has no medium scale, which is only for images"):
         xor_features.EXPERIMENT.settings(Options(Path("x"), "medium"))
 
 
@@ -423,19 +423,19 @@ def test_a_grid_of_whole_numbers_stays_one(tmp_path):
     assert settings.widths == (2, 30)
     assert all(type(width) is int for width in settings.widths)
     for grid, kind in ((2.5,), "whole"), ((math.inf,), "finite"):
-        with pytest.raises(Refusal, match=f"of {kind} numbers here: widths"):
+        with pytest.raises(Refusal, match=f"widths here, which must be {kind}"):
             made.settings(Options(tmp_path, grid=grid))
 
 
 @pytest.mark.parametrize("grid", [(0.0, 1.0), (-1.0,)])
 def test_a_grid_is_positive(grid, calls, tmp_path):
-    with pytest.raises(Refusal, match="of positive numbers: periods"):
+    with pytest.raises(Refusal, match="periods here, which must be positive"):
         calls.experiment.settings(Options(tmp_path, grid=grid))
 
 
 @pytest.mark.parametrize("grid", [(1e-300,), (1.0, 1e300)])
 def test_a_grid_is_bounded(grid, calls, tmp_path):
-    with pytest.raises(Refusal, match="from 1e-12 to 1e\\+12 here: periods"):
+    with pytest.raises(Refusal, match="must be from 1e-12 to 1e\\+12"):
         calls.run(tmp_path, grid=grid)
     assert not calls.trained
 
@@ -443,7 +443,7 @@ def test_a_grid_is_bounded(grid, calls, tmp_path):
 def test_steps_that_are_taken_one_by_one_have_an_end(tmp_path, capsys):
     arguments = ["stability", "--quick", "--grid", "1e6", "--out", str(tmp_path)]
     assert main(arguments) == 2
-    assert "from 1 to 100000 here: periods" in capsys.readouterr().err
+    assert "periods here, which must be from 1 to 100000" in capsys.readouterr().err
 
 
 def test_steps_are_refused_by_experiments_without_them(tmp_path):
@@ -526,7 +526,7 @@ def ran(monkeypatch):
         (["k-sweep", "mnist", "x"], "leave 'mnist' out"),
         (["speed", "auto", "x"], "'x' is one name too many"),
         (["k-sweep", "--dry-run", "--against", "x"], "takes no --against"),
-        (["all", "--dry-run"], "--dry-run is of one experiment"),
+        (["all", "--dry-run"], "--dry-run needs a single experiment"),
         (["merge", "a"], "Name at least two folders"),
         (["merge", "a", "b", "--seeds", "2"], "'merge' takes no --seeds"),
         (["k-sweep", "--quick", "--scale", "full"], "leave --scale out"),
@@ -541,13 +541,13 @@ def ran(monkeypatch):
         (["data", "mnist", "--data-dir", "x", "--seeds", "1"], "'data' takes no --seeds"),
         (["data", "mnits", "--data-dir", "x"], "did you mean 'mnist'?"),
         (["data", "--data-dir", "x"], "Name a data set (mnist, cifar10) and its folder"),
-        (["all", "--steps", "3"], "--steps is of one experiment"),
-        (["all", "--grid", "3"], "--grid is of one experiment"),
+        (["all", "--steps", "3"], "--steps needs a single experiment"),
+        (["all", "--grid", "3"], "--grid needs a single experiment"),
         (["k-sweep", "--data-dir", "x"], "--data-dir is for --scale full"),
         (["k-sweep", "--quick", "--data-dir", "x"], "--data-dir is for --scale full"),
         (["k-sweep", "--sede", "3"], "no option '--sede'; did you mean '--seeds'?"),
         (["k-sweep", "--sede=3"], "no option '--sede'; did you mean '--seeds'?"),
-        (["k-sweep", "--zzzzzz"], "no option '--zzzzzz'. --help names them all."),
+        (["k-sweep", "--zzzzzz"], "no option '--zzzzzz'. See --help."),
         (["k-sweep", "--res"], "no option '--res'; did you mean '--resume'?"),
     ],
 )
@@ -681,7 +681,7 @@ def test_all_runs_each_in_its_folder_and_goes_on_after_a_refusal(
     assert main(["all", "--quick", "--out", str(tmp_path)]) == 2
     assert ran == [(name, tmp_path / name) for name in EXPERIMENTS]
     assert reported == [tmp_path]
-    assert capsys.readouterr().err.splitlines() == ["batch: No.", "Not run: batch."]
+    assert capsys.readouterr().err.splitlines() == ["batch: No.", "Failed: batch."]
 
 
 def test_all_succeeds(ran, tmp_path, monkeypatch):
@@ -702,7 +702,7 @@ def test_an_interruption_says_how_to_go_on(
     monkeypatch.setattr(command_line, "_run", interrupt)
     assert main([name, "--out", str(tmp_path)]) == 130
     message = capsys.readouterr().err
-    assert ("--resume goes on" in message) == resumable
+    assert ("Continue with --resume" in message) == resumable
     assert message.count("\n") == 1
 
 

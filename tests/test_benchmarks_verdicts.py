@@ -40,7 +40,7 @@ def test_resamples_that_come_to_one_number_are_not_said_to_be_the_values():
     two_thirds = lambda values: 2 / 3
     verdict = judge("a", "b", VALUES, bounded(above=0.5), statistic=two_thirds)
     assert (verdict.low, verdict.high) == (2 / 3, 2 / 3)
-    assert verdict.note == "nearly all resamples come to the same number"
+    assert verdict.note == "nearly all resamples give the same value"
 
 
 @pytest.mark.parametrize("number", [1, 7, 9])
@@ -167,7 +167,7 @@ def test_seeds_without_a_value_are_counted_and_too_many_of_them_prevent_the_test
     one, two = [*VALUES, np.nan], [*VALUES, np.nan, np.inf]
     assert (judged(one).outcome, judged(one).num_left_out) == ("confirmed", 1)
     assert (judged(two).outcome, judged(two).p) == (NOT_TESTED, 1)
-    assert judged(two).note == "2 of 7 seeds say nothing"
+    assert judged(two).note == "2 of 7 seeds have no value"
     assert thresholds.MOST_LEFT_OUT == 0.25
 
 
@@ -178,7 +178,7 @@ def test_undecidable_claims_are_not_tested():
 
 def test_a_margin_far_above_the_noise_is_reported():
     values = 0.001 * np.array(VALUES)
-    assert "times the noise away" in judged(values, below=0.1).note
+    assert "from the threshold is" in judged(values, below=0.1).note
     assert judged(values, below=0.002).note == ""
     assert judged(values, above=0).note == ""
     assert "times the noise" in judge("", "", values, within(0.1, "")).note
@@ -255,7 +255,7 @@ def test_they_are_printed():
         Console(file=written, width=200), [judged(), judged([*VALUES, np.nan])]
     )
     assert "confirmed: a claim." in written.getvalue()
-    assert "over 5 (1 left out), p = " in written.getvalue()
+    assert "over 5 seeds (1 left out), p = " in written.getvalue()
 
 
 def test_every_threshold_has_a_reason_and_a_bound():

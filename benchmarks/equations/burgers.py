@@ -62,7 +62,7 @@ def _periodic(number: int) -> Groups:
 
 
 PERIODIC = Equation(
-    "Burgers of low viscosity",
+    "Burgers with low viscosity",
     jax.vmap(functools.partial(steepening, viscosity=LOW_VISCOSITY)),
     _periodic,
     (UNIT, _PERIOD),

@@ -60,7 +60,7 @@ def _in_slabs(
 
 
 KORTEWEG_DE_VRIES = Equation(
-    "Korteweg and de Vries",
+    "Korteweg-de Vries",
     functools.partial(
         _spectral.evolved,
         symbol=lambda k: 1j * DISPERSION**2 * k**3,
@@ -78,7 +78,7 @@ KORTEWEG_DE_VRIES = Equation(
 )
 
 KURAMOTO_SIVASHINSKY = Equation(
-    "Kuramoto and Sivashinsky",
+    "Kuramoto-Sivashinsky",
     functools.partial(
         _spectral.evolved,
         symbol=lambda k: BETA * k**2 - GAMMA * k**4,

@@ -176,7 +176,7 @@ def _interpolation(nodes: Float[ndarray, " k"], at: Float[ndarray, " n"]) -> nda
 
 
 CAVITY = Equation(
-    "a cavity with a lid",
+    "Lid-driven cavity",
     driven,
     _cavity,
     (UNIT, UNIT),

@@ -52,7 +52,7 @@ def in_time(residual: Callable, exact: Callable, ends: Interval) -> Callable:
 
 
 COOLING = Equation(
-    "heat in 1+1",
+    "Heat equation",
     jax.vmap(cooling),
     in_time(heat, cooling, UNIT),
     (UNIT, UNIT),
@@ -82,7 +82,7 @@ def _measurements(number: int) -> Groups:
 
 
 CONDUCTIVITY_UNKNOWN = Equation(
-    "an unknown conductivity",
+    "Unknown conductivity",
     jax.vmap(cooling),
     _measurements,
     (UNIT, UNIT),

@@ -114,7 +114,7 @@ def _of_scales(number: int) -> Groups:
 
 
 OF_FOUR_SCALES = Equation(
-    "Poisson of four scales",
+    "Poisson with four scales",
     jax.vmap(of_scales),
     _of_scales,
     (UNIT, UNIT),
@@ -155,7 +155,7 @@ def _separable(hidden: Sequence[int], key: Key[Array, ""]) -> eqx.Module:
 
 
 HARMONIC = Equation(
-    "harmonic in 10 dimensions",
+    "Harmonic in 10 dimensions",
     jax.vmap(pairs),
     _harmonic,
     (UNIT,) * 10,

@@ -72,7 +72,7 @@ def _in_slabs(number: int, length: float, before: Function | None = None) -> Gro
 
 
 WAVE = Equation(
-    "wave",
+    "Wave equation",
     jax.vmap(standing),
     _in_slabs,
     (UNIT, UNIT),

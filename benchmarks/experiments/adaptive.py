@@ -1,4 +1,4 @@
-"""Feature updates when they are due, against the best fixed period.
+"""Triggered feature updates, compared with the best fixed period.
 
 On the data of `k-sweep`, fixed periods over six decades are compared with iterative
 linearisation that updates when the kernel has drifted too far, when the loss does not
@@ -131,15 +131,16 @@ def judge_all(settings: Adaptive, all_runs: Sequence[Runs]) -> list[Verdict]:
     return [
         judge(
             f"A trigger ({DEFAULT}) reaches the accuracy with fewer feature updates",
-            f"log2 of the updates of K = {best.point['period']:.3g}, the quickest, over "
-            f"its own, to {target:.1%}, a seed",
+            f"log2 of the ratio of feature updates to {target:.1%} test accuracy, "
+            f"quickest fixed period (K = {best.point['period']:.3g}) over trigger",
             ratio,
             thresholds.RISES,
         ),
         judge(
-            f"After {settings.after} updates it is as accurate",
-            f"test accuracy less that of K = {ahead.point['period']:.3g}, then the best, "
-            "a seed",
+            f"After {settings.after} feature updates the trigger is as accurate as the "
+            "best fixed period",
+            f"difference in test accuracy after {settings.after} feature updates, "
+            f"trigger less K = {ahead.point['period']:.3g}, the best fixed period",
             difference,
             thresholds.TRIGGER_AS_ACCURATE,
             untested=at_ceiling(
@@ -170,22 +171,18 @@ def draw(settings: Adaptive, all_runs: Sequence[Runs], out: Path) -> Mapping[str
             accuracy.plot(*_means(runs), color=colour, label=name)
             chosen.plot(*_periods(runs), color=colour, label=name)
         best = quickest(fixed).point["period"]
-        label = f"the quickest fixed K, {best:.3g}"
+        label = f"quickest fixed period, K = {best:.3g}"
         chosen.axhline(best, color=BLACK, linestyle="--", linewidth=1, label=label)
         accuracy.set(xscale="log", xlabel="Feature updates", ylabel="Test accuracy (%)")
         chosen.set(xscale="log", yscale="log", xlabel="Feature updates")
         chosen.set_ylabel("Period $K$ (geometric mean over seeds)")
         accuracy.legend(fontsize="x-small")
         chosen.legend(fontsize="small")
-    length = f"{settings.num_updates} feature updates"
-    if settings.batch_size is not None:
-        length = f"{settings.num_steps:,} steps"
     caption = (
-        "Test accuracy over feature updates at fixed periods K (grey) and with triggers, "
-        "and the periods that the triggers chose: inner steps since the last look over "
-        f"feature updates since then. Means of {settings.seeds} seeds. "
-        f"{training.described(settings)}; learning rate {settings.learning_rate:g}, "
-        f"{length}, periods of up to {settings.longest:,}."
+        "Left: test accuracy over feature updates, with fixed periods K (grey) and with "
+        "triggers. Right: the periods that the triggers chose, which are the inner "
+        f"steps per feature update between two evaluations. Means over {settings.seeds} "
+        f"seeds; {training.described(settings)}."
     )
     return {"adaptive": caption}
 
@@ -213,8 +210,9 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="Named as future work: feature updates triggered by how far the kernel or the "
-    "model has moved are to give the same accuracy from fewer of them.",
+    paper="The paper names this as future work: feature updates that are triggered when "
+    "the kernel or the model has moved far enough may give the same accuracy with "
+    "fewer updates.",
     grid="periods",
     steps="",
     own=training.own,

@@ -1,4 +1,4 @@
-"""The full batch against mini-batches, at a tenth of the learning rate and ten times K.
+"""Full batch against mini-batches with ten times the K and a tenth of the learning rate.
 
 After equal numbers of feature updates both have covered the same time (learning rate
 times steps). They are compared look by look.
@@ -89,15 +89,16 @@ def judge_all(settings: Batch, all_runs: Sequence[Runs]) -> list[Verdict]:
     finals = [runs.final("test_accuracy") for runs in all_runs]
     return [
         judge(
-            "Full batch and mini-batches end alike",
-            "difference of final test accuracies, its size, mean over K, a seed",
+            "Full batch and mini-batches end with the same test accuracy",
+            "absolute difference in final test accuracy, mean over K",
             finished(apart[:, :, -1].mean(axis=0)),
             thresholds.SAME_PICTURE,
             untested=at_ceiling(*finals),
         ),
         judge(
-            "Full batch and mini-batches are alike throughout training",
-            "difference of test accuracies, its size, mean over K and looks, a seed",
+            "Full batch and mini-batches have the same test accuracy throughout training",
+            "absolute difference in test accuracy, mean over K and the course of "
+            "training",
             finished(apart.mean(axis=(0, 2))),
             thresholds.SAME_PICTURE,
         ),
@@ -126,15 +127,17 @@ def draw(settings: Batch, all_runs: Sequence[Runs], out: Path) -> Mapping[str, s
                 ]
             )
             band(over_k, settings.periods, finals.T, colour, batch, "o-")
-        over_k.set(xscale="log", title="In the end", xlabel="Period $K$ (full batch)")
+        over_k.set(
+            xscale="log", title="At the end", xlabel="Period $K$ on the full batch"
+        )
         over_k.legend()
         over_steps[0].set_ylabel("Test accuracy (%)")
     return {
-        "batch": "Test accuracy on the full batch and on mini-batches of "
-        f"{settings.batch_size}, with K and the steps {FACTOR} times as many at a "
-        f"learning rate {FACTOR} times smaller; {settings.num_steps:,} steps on the full "
-        f"batch. {settings.network} on {settings.data}; means and ranges of "
-        f"{settings.seeds} seeds."
+        "batch": "Test accuracy over steps on the full batch and on mini-batches of "
+        f"{settings.batch_size}, and its final value over K. On mini-batches K and "
+        f"the number of steps are {FACTOR} times larger, and the learning rate is "
+        f"{FACTOR} times smaller. Means and ranges over {settings.seeds} seeds; "
+        f"{settings.network} on {settings.data}."
     }
 
 
@@ -146,8 +149,9 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="CNN on CIFAR-10, learning rate 10^-3 on the full batch, 10^-4 on mini-batches "
-    "with K ten times larger: the same picture for both.",
+    paper="The paper trains a CNN on CIFAR-10, on the full batch with learning rate "
+    "10^-3 and on mini-batches with learning rate 10^-4 and ten times the K. Both "
+    "show the same behaviour.",
     grid="periods",
     own=training.own,
     rehearsed=True,

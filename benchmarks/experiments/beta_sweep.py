@@ -1,4 +1,4 @@
-"""Truncated Gauss-Newton over its tolerance beta: convergence, cost and generalisation.
+"""Truncated Gauss-Newton as beta varies: convergence, cost and generalisation.
 
 Conjugate gradients solve each linearised problem until its gradient has fallen to beta
 times its initial value. Theory promises that near a solution with zero residuals each
@@ -202,36 +202,39 @@ def judge_all(settings: BetaSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
     accuracies = np.stack([accuracy(runs) for runs in fixed], axis=1)
     return [
         judge(
-            "Near a solution the gradient falls at least by beta in a step",
-            "log10 of its factor in the last step above rounding, over beta: median of "
-            "the seeds, the largest of all beta",
+            "Near a solution each step reduces the gradient at least by the factor beta",
+            "log10 of (factor by which the last step above rounding multiplies the "
+            "gradient / beta), median over the seeds, largest over beta",
             np.where(whole, rates - x, np.nan),
             thresholds.AT_MOST_BETA,
             statistic=lambda values: float(np.median(values, axis=0).max()),
         ),
         judge(
-            "Near a solution the gradient falls in proportion to beta",
-            "slope of log10 of that factor in log10 beta, a seed",
+            "Near a solution the factor by which a step reduces the gradient is "
+            "proportional to beta",
+            "slope of log10 of the factor by which the last step above rounding "
+            "multiplies the gradient, in log10 beta",
             slope(x, rates),
             thresholds.LIKE_BETA,
         ),
         judge(
-            "With beta that falls with the gradient, convergence is superlinear",
-            f"its order by {WALKER} with exponent {tight:g}, a seed",
+            "If beta falls with the gradient, convergence is superlinear",
+            f"order of convergence of {WALKER} with exponent {tight:g}",
             order(walker[tight]),
             thresholds.SUPERLINEAR,
         ),
         judge(
-            "Its order is the exponent of the rule",
-            f"the order with exponent {tight:g} less that with {loose:g}, a seed",
+            "The order of convergence is the exponent of the rule for beta",
+            f"difference in order of convergence, exponent {tight:g} less exponent "
+            f"{loose:g}",
             order(walker[tight]) - order(walker[loose]),
             thresholds.ORDER_BY_EXPONENT,
         ),
         judge(
             f"{WALKER} takes no more passes than the best fixed beta",
-            f"log10 of its passes until the gradient is {SOLVED:g} of the first, with "
-            f"exponent {tight:g}, over those of the beta that takes the fewest in the "
-            "other seeds, a seed",
+            f"log10 of the ratio of passes until the gradient is {SOLVED:g} of the "
+            f"first, {WALKER} with exponent {tight:g} over the fixed beta that takes "
+            "the fewest passes on the other seeds",
             against_best(
                 passes(walker[tight]), np.stack([passes(runs) for runs in fixed], axis=1)
             ),
@@ -239,7 +242,7 @@ def judge_all(settings: BetaSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
         ),
         judge(
             "Networks generalise worse as beta falls",
-            "slope of test accuracy in log10 beta, a seed",
+            "slope of test accuracy in log10 beta",
             slope(x, accuracies),
             thresholds.RISES,
             untested=at_ceiling(*accuracies.T),
@@ -264,10 +267,12 @@ def draw(settings: BetaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[st
             ended = np.flatnonzero(gradients < ROUNDING * gradients[0])
             end = ended[0] + 1 if len(ended) else len(gradients)
             gradient.plot(steps[:end], gradients[:end], look, color=colour, label=label)
-        gradient.set(yscale="log", xlabel="Steps", ylabel="Gradient's norm")
+        gradient.set(yscale="log", xlabel="Steps", ylabel="Norm of the gradient")
         band(rates, x, 10.0 ** over_beta(rate), BLUE, "measured", "o-")
         rates.plot(x, x, "--", color=BLACK, label=r"$\beta$")
-        rates.set(yscale="log", ylabel="Factor of the gradient in the last step")
+        rates.set(
+            yscale="log", ylabel="Factor by which the last step\nmultiplies the gradient"
+        )
         band(cost, x, over_beta(passes), BLUE, r"fixed $\beta$", "o-")
         band(accuracies, x, 100 * over_beta(accuracy), BLUE, r"fixed $\beta$", "o-")
         for label, runs, colour in named:
@@ -279,7 +284,9 @@ def draw(settings: BetaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[st
                     axes.axhline(
                         np.nanmean(values), color=colour, linestyle="--", label=label
                     )
-        cost.set(yscale="log", ylabel=f"Passes until {SOLVED:g} of the first gradient")
+        cost.set(
+            yscale="log", ylabel=f"Passes until the gradient\nis {SOLVED:g} of the first"
+        )
         accuracies.set(ylabel="Test accuracy (%)")
         for axes in (rates, cost, accuracies):
             axes.set(xlim=(min(x) / 1.5, 1.5 * max(x)), xscale="log")
@@ -288,13 +295,13 @@ def draw(settings: BetaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         gradient.legend(fontsize="x-small")
     left_out = int(sum(np.sum(~np.isfinite(accuracy(runs))) for runs in all_runs))
     caption = (
-        "The gradient over steps of the first seed; the factor by which it falls in the "
-        f"last step above rounding, {ROUNDING:g} of the first; the tangent and "
-        f"transposed passes until it is {SOLVED:g} of the first; the test accuracy in "
-        f"the end. Means and ranges of {settings.seeds} seeds. "
-        f"{training.described(settings)}, squared error, undamped, at most "
-        f"{settings.num_steps} steps. {left_out} of {len(all_runs) * settings.seeds} "
-        "runs are not trained, and left out."
+        "Top left: the norm of the gradient over steps, for the first seed. Top right: "
+        f"the factor by which the last step before rounding ({ROUNDING:g} of the first "
+        "gradient) multiplies the gradient. Bottom: the number of tangent and "
+        f"transposed passes until the gradient is {SOLVED:g} of the first, and the "
+        f"final test accuracy. Means and ranges over {settings.seeds} seeds; "
+        f"{training.described(settings)}, squared error. {left_out} of "
+        f"{len(all_runs) * settings.seeds} runs are not trained and left out."
     )
     return {"beta_sweep": caption}
 
@@ -307,10 +314,10 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="Not in the paper, whose truncated Gauss-Newton solves each problem by Adam. "
-    "R. S. Dembo, S. C. Eisenstat and T. Steihaug, *Inexact Newton Methods* (1982); "
-    "S. C. Eisenstat and H. F. Walker, *Choosing the Forcing Terms in an Inexact Newton "
-    "Method* (1996).",
+    paper="This experiment is not in the paper, whose truncated Gauss-Newton solves "
+    "each problem by Adam. The theory is in R. S. Dembo, S. C. Eisenstat and T. "
+    "Steihaug, *Inexact Newton Methods* (1982), and S. C. Eisenstat and H. F. "
+    "Walker, *Choosing the Forcing Terms in an Inexact Newton Method* (1996).",
     grid="tolerances",
     bounds=(1e-9, 0.99),
     own=training.own,

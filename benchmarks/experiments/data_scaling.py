@@ -97,8 +97,10 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
     found = {k: np.log10(errors(settings, all_runs, k)) for k in settings.periods}
     verdicts = [
         judge(
-            f"K = {period:g} scales like K = {first:g}",
-            "slope of log10 error in log10 n less that of K = 1, a seed",
+            f"With more data, the error for K = {period:g} falls as fast as for K = "
+            f"{first:g}",
+            f"difference in the slope of log10 test error in log10 n, K = {period:g} "
+            f"less K = {first:g}",
             slope(x, found[period]) - slope(x, found[first]),
             thresholds.SCALES_ALIKE,
         )
@@ -108,14 +110,17 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
     if math.inf in settings.periods:
         verdicts += [
             judge(
-                "K = infinity scales worse",
-                "slope of log10 error in log10 n less that of K = 1, a seed",
+                "With more data, the error for K = infinity falls more slowly than for "
+                f"K = {first:g}",
+                "difference in the slope of log10 test error in log10 n, K = infinity "
+                f"less K = {first:g}",
                 slope(x, found[math.inf]) - slope(x, found[first]),
                 thresholds.RISES,
             ),
             judge(
-                f"K = infinity is worse at n = {max(settings.sizes):,}",
-                "log10 of its error over that of K = 1, a seed",
+                f"K = infinity has a larger error than K = {first:g} at n = "
+                f"{max(settings.sizes):,}",
+                f"log10 of the ratio of test errors, K = infinity over K = {first:g}",
                 (found[math.inf] - found[first])[:, -1],
                 thresholds.RISES,
             ),
@@ -142,12 +147,12 @@ def draw(settings: DataScaling, all_runs: Sequence[Runs], out: Path) -> Mapping[
         axes.set_yticks([], minor=True)
         axes.legend()
     return {
-        "data_scaling": "Test error against the number of training images, for several "
-        f"K, at optimal early stopping; mini-batches of {settings.batch_size}, "
-        f"{settings.num_steps:,} steps at learning rate {settings.learning_rate:g}, "
-        f"{settings.network} on {settings.data}. K = infinity by L-BFGS until no entry "
-        f"of the mean loss's gradient is over {TOLERANCE:g}. Means and ranges of "
-        f"{settings.seeds} seeds, each with images of its own."
+        "data_scaling": "Test error at optimal early stopping against the number of "
+        "training images, for several K. For K = infinity the problem is solved by "
+        f"L-BFGS until no entry of the mean loss's gradient exceeds {TOLERANCE:g}. "
+        f"Means and ranges over {settings.seeds} seeds, each with its own images; "
+        f"{settings.network} on {settings.data}, mini-batches of "
+        f"{settings.batch_size}."
     }
 
 
@@ -159,8 +164,9 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="CNN on subsets of CIFAR-10, to convergence, learning rate 10^-5 (10^-3 for "
-    "K = infinity): every finite K scales like K = 1, K = infinity scales worse.",
+    paper="The paper trains a CNN on subsets of CIFAR-10 to convergence, with learning "
+    "rate 10^-5 (10^-3 for K = infinity). Every finite K scales with the data like "
+    "K = 1, and K = infinity scales worse.",
     grid="periods",
     own=training.own,
     rehearsed=True,

@@ -1,4 +1,4 @@
-"""The first filters' change since initialisation, as training goes on, K = 1 and large.
+"""How far the first-layer filters move during training, for K = 1 and for large K.
 
 The runs of `large-k-augmented` are reused if they exist.
 """
@@ -54,18 +54,19 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     return [
         *(
             judge(
-                f"After {share:.0%} of the steps the filters of K = 1 have moved much "
-                "further",
-                "log2 of their change with K = 1 over that with large K, a seed",
+                f"After {share:.0%} of the steps the filters have moved much further "
+                "with K = 1 than with large K",
+                "log2 of the ratio of the distances moved, K = 1 over large K",
                 ratio[:, look_after(first, share) - 1],
                 thresholds.TWICE_AS_FAR,
             )
             for share in JUDGED
         ),
         judge(
-            f"Large K ends where K = 1 is after about {SHARE:.0%} of its steps",
-            "share of its steps after which K = 1 has moved as far, all of them where it "
-            "never has; median of the seeds",
+            "With large K the filters end as far from initialisation as with K = 1 "
+            f"after about {SHARE:.0%} of the steps",
+            "share of the steps after which the filters of K = 1 have moved as far as "
+            "those of large K at the end (1 if they never do), median over the seeds",
             training.where_trained(way_of_the_first(first, last), first, last),
             thresholds.FIFTH_OF_THE_WAY,
             statistic=lambda ways: float(np.median(ways)),
@@ -91,7 +92,7 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         axes = left.subplots()
         for runs, colour in zip(both, COLOURS, strict=True):
             _draw_ways(axes, runs, colour)
-        axes.set(xlabel="Steps", ylabel="Change of the first filters, 2-norm")
+        axes.set(xlabel="Steps", ylabel="Change of the filters (2-norm)")
         axes.legend()
         for half, runs, of_look in zip(halves, both, shown, strict=True):
             half.suptitle(f"K = {runs.point['period']:,}")
@@ -103,11 +104,11 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
                     panel.set(xticks=[], yticks=[])
                     panel.spines[:].set_visible(True)
     return {
-        "filters": "How far the first filters are from initialisation, over steps: "
-        "medians and ranges over the seeds. Beside it the change of the first "
-        f"{settings.num_filters} of them in the seed of the median, after shares of the "
-        f"steps, from -{largest:.2g} (black) to {largest:.2g} (white). "
-        f"{caption(settings, all_runs)}"
+        "filters": "Left: the distance of the first-layer filters from initialisation "
+        "over steps; medians and ranges over the seeds. Right: the change of the "
+        f"first {settings.num_filters} filters in the median seed, after several "
+        f"shares of the steps, from -{largest:.2g} (black) to {largest:.2g} "
+        f"(white). {caption(settings, all_runs)}"
     }
 
 
@@ -128,7 +129,8 @@ EXPERIMENT = dataclasses.replace(
     large_k_augmented.EXPERIMENT,
     judge=judge_all,
     draw=draw,
-    paper="The runs of large-k-augmented: K = 1 moves much faster; large K ends where "
-    "K = 1 is at about 20 % of the way.",
+    paper="In the paper, in the runs of large-k-augmented, the filters move much faster "
+    "with K = 1. With large K they end where those of K = 1 are after about 20 % of "
+    "the training.",
     runs_of="large-k-augmented",
 )

@@ -1,4 +1,4 @@
-"""Test accuracy over K, from gradient descent to one solved problem after another.
+"""Test accuracy over K, from gradient descent to fully solved linearised problems.
 
 On the full batch every run is trained until it reaches the same mean training loss. All
 claims are about such runs; runs that do not reach the loss are left out and counted. For
@@ -56,7 +56,9 @@ DESCENT = "iterative linearisation"
 DAMPED, TRUNCATED = "damped Gauss-Newton", "truncated Gauss-Newton"
 SOLVED = "each problem solved"
 STATISTICS = {
-    "in the end": lambda runs: training.counted(runs, runs.final("test_accuracy")),
+    "at the end of training": lambda runs: training.counted(
+        runs, runs.final("test_accuracy")
+    ),
     "at optimal early stopping": lambda runs: training.counted(
         runs, training.optimally_stopped(runs)
     ),
@@ -258,46 +260,48 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
             k: by_k[k] - first for k in by_k if k > min(by_k) and is_tested(settings, k)
         }
         between = {k: values for k, values in apart.items() if k < longest}
-        in_units = f"K = {longest:g}, {longest / length:.2g} times the training,"
+        in_units = f"K = {longest:g}, {longest / length:.2g} times the training length,"
+        most = f"K = {longest:g}"
         verdicts += [
             _like_first(
-                f"K up to {SHORT:.0%} of the training is like K = 1, {which}",
+                f"K up to {SHORT:.0%} of the training length gives the test accuracy of "
+                f"K = 1, {which}",
                 first,
                 _in_range(apart, 0, SHORT * length),
             ),
             _like_first(
                 f"K up to {PAPERS_LIMIT:g}, {PAPERS_LIMIT / length:.2g} times the "
-                f"training, is like K = 1, {which}",
+                f"training length, gives the test accuracy of K = 1, {which}",
                 first,
                 _in_range(apart, 0, PAPERS_LIMIT),
             ),
             judge(
-                f"Beyond {SHORT:.0%} of the training accuracy first rises above that of "
-                f"K = 1, {which}",
-                "test accuracy at the K between that is best in the other seeds, less "
-                "that of K = 1, a seed",
+                f"Beyond {SHORT:.0%} of the training length, test accuracy first rises "
+                f"above that of K = 1, {which}",
+                f"difference in test accuracy, best K below {longest:g} (chosen on the "
+                "other seeds) less K = 1",
                 rise(_in_range(between, SHORT * length, longest)),
                 thresholds.RISES,
             ),
             judge(
-                f"{in_units} is worse than K = 1, {which}",
-                "test accuracy of the one less that of the other, a seed",
+                f"{in_units} is less accurate than K = 1, {which}",
+                f"difference in test accuracy, {most} less K = 1",
                 by_k[longest] - first,
                 thresholds.FALLS,
                 untested=untested,
             ),
             judge(
                 f"{in_units} approaches truncated Gauss-Newton, {which}",
-                "test accuracy of the one less that of each problem solved, to a "
-                f"gradient of {min(settings.solved_to):g}, a seed",
+                f"difference in test accuracy, {most} less each problem solved to a "
+                f"gradient of {min(settings.solved_to):g}",
                 by_k[longest] - of(solved),
                 thresholds.REACHED_BY_TRUNCATED,
                 untested=untested,
             ),
             judge(
-                f"Damping is better than K steps of equal strength, {which}",
-                "test accuracy by damping 1/(eta K) less that after K steps, mean over "
-                "K, a seed",
+                f"Damping is more accurate than K steps of equal strength, {which}",
+                "difference in test accuracy, damping 1/(eta K) less K steps, mean over "
+                "K",
                 _gain_by_damping(settings, all_runs, of),
                 thresholds.RISES,
             ),
@@ -320,7 +324,7 @@ def _like_first(
     whole = np.isfinite(apart).all(axis=1, keepdims=True)
     return judge(
         claim,
-        "difference of mean test accuracies from that of K = 1, the largest of all K",
+        "absolute difference in mean test accuracy between K and K = 1, largest over K",
         np.where(whole, apart, np.nan),
         thresholds.LIKE_FIRST,
         statistic=lambda apart: float(np.abs(apart.mean(axis=0)).max()),
@@ -393,7 +397,7 @@ def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         unit = training_length(settings, line)
         in_units = lambda k: np.asarray(k) / unit, lambda share: np.asarray(share) * unit
         top = over_k.secondary_xaxis("top", functions=in_units)
-        top.set_xlabel("In the end; $K$ in units of the training of $K = 1$")
+        top.set_xlabel("At the end; $K$ relative to the training length of $K = 1$")
         length.set(xscale="log", yscale="log", xlabel="Period $K$")
         length.set(title="Until trained", ylabel="Feature updates")
         for axes in (over_steps, over_updates, over_k):
@@ -417,13 +421,12 @@ def _draw_curves(settings: KSweep, line: Sequence[Runs], out: Path) -> str:
         accuracy.set(ylabel="Test accuracy (%)", xlabel="Inner steps")
         accuracy.set_xscale("symlog", linthresh=100)
         loss.set(xscale="log", yscale="log", xlabel="Inner steps")
-        loss.set_ylabel("Training loss over that of guessing")
+        loss.set_ylabel("Training loss, relative to guessing")
         accuracy.legend(fontsize="small")
     return (
-        "The curves of the paper's first version, of a few K over inner steps: test "
-        "accuracy, and training loss. Means and ranges of "
-        f"{settings.seeds} seeds; {training.described(settings)}, learning rate "
-        f"{settings.learning_rate:g}."
+        "Test accuracy and training loss over inner steps, for the few K in the figure "
+        f"of the paper's first version. Means and ranges over {settings.seeds} seeds; "
+        f"{training.described(settings)}."
     )
 
 
@@ -444,40 +447,30 @@ def _draw_from_zero(axes, runs: Runs, name: str, colour: Any, label: Any, look: 
 
 def _caption(settings: KSweep, all_runs: Sequence[Runs]) -> str:
     caption = (
-        "Test accuracy over inner steps and over feature updates (learning rate "
-        f"{settings.learning_rate:g}; before the first look that before training), and "
-        f"over K in the end; means and ranges of {settings.seeds} seeds. "
-        f"{training.described(settings)}. "
+        "Test accuracy over inner steps and over feature updates, final test accuracy "
+        "over K, and the number of feature updates until a run is trained. Means and "
+        f"ranges over {settings.seeds} seeds; {training.described(settings)}. "
     )
     solved = select(all_runs, solver=SOLVED)
     caption += (
-        f"Damped Gauss-Newton and, by conjugate gradients to {settings.tolerance:g} of "
-        f"the gradient, truncated Gauss-Newton at lambda = 1/(eta K), K from "
-        f"{settings.damped_from:g} on. Each problem "
-        f"{described(solved, settings.solved_to)}. "
+        f"For '{SOLVED}', each problem is {described(solved, settings.solved_to)}. "
     )
     if settings.batch_size is not None:
         return caption + (
-            f"{settings.num_steps:,} inner steps for all K: a longer one ends in the "
-            "midst of its first problem, and is not judged; "
-            f"{settings.damped_steps:,} of the Gauss-Newton methods, and "
-            f"at most {settings.most_updates} problems solved."
+            f"All K take {settings.num_steps:,} inner steps; a longer K does not finish "
+            "its first problem, and is not judged."
         )
     line = _line(settings, all_runs, DESCENT)
     trained = [runs for runs in all_runs if "trained" in runs.columns]
     left_out = sum(int(np.sum(runs.final("trained") == 0)) for runs in trained)
     number = sum(len(runs.final("trained")) for runs in trained)
-    steps = {runs.point["period"]: np.median(runs.final("inner_steps")) for runs in line}
-    of_all = [f"{count:,.0f} at K = {k:g}" for k, count in steps.items()]
-    ends = [of_all[0], of_all[-1]]
     return caption + (
-        f"Every run is trained to a mean training loss of {TRAINED_LOSS:g}, in at most "
-        f"{settings.num_steps:,} inner steps or {settings.most_updates} feature updates: "
-        f"{left_out} of {number} are not, and left out. The steps it takes are in the "
-        f"last panel; the median of inner steps is {', '.join(ends)}: a K of "
-        f"{SHORT * training_length(settings, line):,.0f} is {SHORT:.0%} of the training. "
-        f"From K = {training.FLOW_FROM:g} on the steps are gradient flow, which ends "
-        f"{_flow_error(settings):.1e} of a step from 10,000 literal ones."
+        f"Runs end at a mean training loss of {TRAINED_LOSS:g}; {left_out} of {number} "
+        "do not reach it, and are left out. Training with K = 1 takes "
+        f"{training_length(settings, line):,.0f} steps (median). From K = "
+        f"{training.FLOW_FROM:g} on, K steps are computed as gradient flow, which "
+        f"differs by {_flow_error(settings):.1e} of a step from "
+        f"{training.FLOW_FROM:,.0f} literal steps."
     )
 
 
@@ -489,8 +482,9 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="CNN on CIFAR-10: K up to 10^4 is like K = 1; beyond it is erratic, a little "
-    "better for a while; at 10^8 worse, approaching truncated Gauss-Newton.",
+    paper="The paper trains a CNN on CIFAR-10. K up to 10^4 is like K = 1. Larger K are "
+    "erratic, and at first a little better. K = 10^8 is worse, and approaches "
+    "truncated Gauss-Newton.",
     grid="periods",
     own=training.own,
     rehearsed=True,

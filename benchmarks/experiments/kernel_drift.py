@@ -1,4 +1,4 @@
-"""Alignment of the kernel with the first, and with the last, as training goes on.
+"""Alignment of the kernel with the initial and the final kernel during training.
 
 The training is divided into equal parts. The rotation of the kernel in each is the angle
 between the kernels at its ends. A sum over looks would depend on their number: ten times
@@ -38,6 +38,7 @@ PARTS = 5
 the first."""
 ANGLES = tuple(f"angle_{part}" for part in range(1, PARTS + 1))
 ONE_UPDATE, AS_MANY_STEPS = "one feature update", "as many steps of K = 1"
+LABELS = {ONE_UPDATE: "one update of $K$ steps", AS_MANY_STEPS: "$K$ updates of one step"}
 RIDGE = 1e-3
 """Damping of regression with a kernel, relative to its mean eigenvalue."""
 MOST_TESTED = 500
@@ -252,16 +253,18 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
             share = turned[:, 0] / turned.sum(axis=1)
         verdicts += [
             judge(
-                f"With K = {period:,} the kernel changes fastest early",
-                f"log2 of the angle by which it turns in the first {1 / PARTS:.0%} of "
-                f"the steps over the largest in any other {1 / PARTS:.0%}, a seed",
+                f"With K = {period:,} the kernel changes fastest at the start of "
+                "training",
+                "log2 of the ratio of angles by which the kernel turns, first "
+                f"{1 / PARTS:.0%} of the steps over the fastest other {1 / PARTS:.0%}",
                 training.where_trained(ratio, runs),
                 thresholds.RISES,
             ),
             judge(
-                f"With K = {period:,} most of its change is early",
-                f"share of the first {1 / PARTS:.0%} of the steps in the sum of the "
-                f"angles of all {PARTS} parts, a seed",
+                f"With K = {period:,} most of the kernel's change is at the start of "
+                "training",
+                f"share of the first {1 / PARTS:.0%} of the steps in the angle by which "
+                f"the kernel turns, summed over {PARTS} parts of the training",
                 training.where_trained(share, runs),
                 thresholds.FASTEST_EARLY,
             ),
@@ -280,29 +283,31 @@ def _judge_features(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Ver
     once, steps = updated[accuracy], stepped[accuracy]
     with np.errstate(divide="ignore", invalid="ignore"):
         further = np.log2(updated.final("angle") / stepped.final("angle"))
-    of_regression = "test accuracy of regression with the kernel after the one less that"
+    of_regression = (
+        "difference in test accuracy of regression with the kernel, one update of "
+        f"K = {longest:,} less"
+    )
+    as_many = f"{longest:,} steps of K = 1"
     return [
         judge(
             f"One feature update of K = {longest:,} learns better features than one of "
             f"K = {min(settings.lengths)}",
-            f"{of_regression} after the other, a seed",
+            f"{of_regression} one update of K = {min(settings.lengths)}",
             once[:, -1] - once[:, 0],
             thresholds.RISES,
             untested=at_ceiling(once[:, 0], once[:, -1]),
         ),
         judge(
-            f"One feature update of K = {longest:,} learns worse features than as many "
-            "steps of K = 1",
-            f"{of_regression} after the other, a seed",
+            f"One feature update of K = {longest:,} learns worse features than {as_many}",
+            f"{of_regression} {as_many}",
             once[:, -1] - steps[:, -1],
             thresholds.FALLS,
             untested=at_ceiling(once[:, -1], steps[:, -1]),
         ),
         judge(
-            f"One feature update of K = {longest:,} turns the kernel less than as many "
-            "steps of K = 1",
-            "log2 of the angle from the first kernel after the one over that after the "
-            "other, a seed",
+            f"One feature update of K = {longest:,} turns the kernel less than {as_many}",
+            "log2 of the ratio of angles to the initial kernel, one update of K = "
+            f"{longest:,} over {as_many}",
             further,
             thresholds.FALLS,
         ),
@@ -314,8 +319,11 @@ def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[
     # The title of each panel, and its value before training: the alignment of the first
     # kernel with itself, and with the last one (`end`).
     panels_of = {
-        "alignment_with_first": ("With the first kernel", lambda end: np.ones_like(end)),
-        "alignment_with_last": ("With the last kernel", lambda end: end),
+        "alignment_with_first": (
+            "With the initial kernel",
+            lambda end: np.ones_like(end),
+        ),
+        "alignment_with_last": ("With the final kernel", lambda end: end),
     }
     features = select(all_runs, after=ONE_UPDATE) + select(all_runs, after=AS_MANY_STEPS)
     rows = 2 if features else 1
@@ -335,27 +343,26 @@ def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[
         panels[0, 0].set_ylabel("Centred kernel alignment")
         panels[0, 0].legend()
         for runs, colour in zip(features, (BLUE, BLACK), strict=False):
-            label, x = str(runs.point["after"]), runs["inner_steps"][0]
+            label, x = LABELS[str(runs.point["after"])], runs["inner_steps"][0]
             band(panels[1, 0], x, runs["angle"], colour, label, "o-")
             accuracy = 100 * runs["regression_accuracy"]
             band(panels[1, 1], x, accuracy, colour, label, "o-")
         if features:
-            panels[1, 0].set(ylabel="Angle from the first kernel")
-            panels[1, 1].set(ylabel="Test accuracy of its regression (%)")
+            panels[1, 0].set(ylabel="Angle to the initial kernel")
+            panels[1, 1].set(ylabel="Test accuracy of kernel regression (%)")
             panels[1, 0].legend()
             for panel in panels[1]:
-                panel.set(xscale="log", xlabel="Inner steps")
+                panel.set(xscale="log", xlabel="Inner steps $K$")
     caption = (
-        "Centred alignment of the kernel of "
-        f"{settings.num_kernel} training images with the kernel before training, and "
-        f"with that after it. {training.described(settings)}, learning rate "
-        f"{settings.learning_rate:g}; means and ranges of {settings.seeds} seeds."
+        f"Centred alignment of the kernel of {settings.num_kernel} training images with "
+        "the kernel before and after training, over inner steps. Means and ranges over "
+        f"{settings.seeds} seeds; {training.described(settings)}."
     )
     if features:
         caption += (
-            " Below, the angle of the kernel from the first, and the test accuracy of "
-            f"regression with it (ridge {RIDGE:g} of the mean eigenvalue), after one "
-            "feature update of so many steps and after as many steps with K = 1."
+            " Below: the angle to the initial kernel, and the test accuracy of "
+            f"regression with the kernel (ridge {RIDGE:g} of its mean eigenvalue), "
+            "after one feature update of K steps and after K updates of one step."
         )
     return {"kernel_drift": caption}
 
@@ -368,8 +375,8 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="After Fort et al. (2020): the kernel changes fastest early in training. One "
-    "step of K = 1 learns fewer features than 10^5 steps of K = 10^5.",
+    paper="The kernel changes fastest early in training (Fort et al. 2020). The paper "
+    "adds that one step of K = 1 learns fewer features than 10^5 steps of K = 10^5.",
     grid="periods",
     own=training.own,
     rehearsed=True,

@@ -167,7 +167,7 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
     x = np.log10(runs["damping"][0, usable])
     untested = ""
     if len(x) < 3:
-        untested = "too few dampings at which the runs finish"
+        untested = "runs finish at too few dampings"
 
     def slope_of(curve: Callable) -> Callable[[PerRun], float]:
         return lambda errors: float(slope(x, curve(errors, axis=0)))
@@ -177,19 +177,19 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
         logs(runs, column, finished(runs)) for column in ("test_rmse", "roughness")
     )
     filtered = logs(runs, "test_rmse", runs["train_rmse"] <= LARGEST_TRAIN_RMSE)
-    trained = "of all seeds that finish"
+    trained = "of the seeds that finish"
     claims = (
         ("The mean error falls", f"mean {trained}", np.nanmean, error, thresholds.FALLS),
         (
-            "The mean error of what the paper's filter keeps falls",
-            f"mean of all seeds with a training RMSE up to {LARGEST_TRAIN_RMSE}",
+            "The mean error of the runs that pass the paper's filter falls",
+            f"mean of the seeds with a training RMSE of at most {LARGEST_TRAIN_RMSE}",
             np.nanmean,
             filtered,
             thresholds.FALLS,
         ),
         ("The worst error falls", f"worst {trained}", np.nanmax, error, thresholds.FALLS),
         (
-            "The best error stays",
+            "The best error does not change",
             f"best {trained}",
             np.nanmin,
             error,
@@ -200,7 +200,7 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
         *(
             judge(
                 f"{claim} as lambda grows, {name}",
-                f"{unit}, of the {which}",
+                f"{unit}, {which}",
                 values if not untested else [],
                 threshold,
                 statistic=slope_of(_where_any(curve)),
@@ -209,8 +209,8 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
             for claim, which, curve, values, threshold in claims
         ),
         judge(
-            f"Functions get smoother as lambda grows, {name}",
-            "slope of log10 RMS second derivative in log10 lambda, a seed",
+            f"The learned functions get smoother as lambda grows, {name}",
+            "slope of log10 of the RMS second derivative in log10 lambda",
             slope(x, roughness) if not untested else [],
             thresholds.FALLS,
             untested=untested,
@@ -230,15 +230,15 @@ def _follows(name: str, error: PerRun, runs: Runs, untested: str) -> list[Verdic
     return [
         judge(
             f"The error falls with the effective dimension as lambda grows, {name}",
-            f"{what}, of a seed's runs that finish, over the dampings",
+            f"{what} over the dampings, runs that finish",
             over_dampings(both) if not untested else [],
             thresholds.FOLLOWS,
             untested=untested,
         ),
         judge(
-            f"At the same lambda the seeds of less effective dimension err less, {name}",
-            f"{what}, of a damping's runs that finish, over the seeds; mean of the "
-            "dampings",
+            "At the same lambda, seeds with a smaller effective dimension have a "
+            f"smaller error, {name}",
+            f"{what} over the seeds, runs that finish, mean over the dampings",
             both if not untested else [],
             thresholds.RISES,
             statistic=over_seeds,
@@ -302,20 +302,17 @@ def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[
         int(np.sum(~(runs["train_rmse"] <= LARGEST_TRAIN_RMSE))) for runs in all_runs
     )
     caption = (
-        f"Test RMSE against damping, of {settings.seeds} initialisations: every run that "
-        f"reaches a training RMSE of {TRAINED_RMSE:g}, and the worst, the mean and the "
-        "best of them; their effective dimension, the sum of w/(w + lambda) over the "
-        f"eigenvalues w of the kernel at the end, at most {settings.num_train}, and its "
-        "mean; the share of the runs that have finished, and of hidden units that are "
-        "dead; below, up to "
-        f"{_SHOWN} of the learnt functions at each of four dampings, with the quintic "
-        f"(dashed) and the training points. {unfinished} of {number} runs have not "
-        f"finished, with {not_done} of their hidden units dead, against {done} of those "
-        "that have; the paper's filter, a training RMSE over "
-        f"{LARGEST_TRAIN_RMSE}, would drop {dropped}. Judged are the dampings at which "
-        f"{1 - MOST_UNFINISHED:.0%} have finished, where there are lines. A 5-layer "
-        f"network on {settings.num_train} points, damped Gauss-Newton, at most "
-        f"{settings.num_steps:,} outer steps."
+        "Test RMSE, effective dimension, and shares of finished runs and of dead hidden "
+        f"units against damping, for {settings.seeds} initialisations. Below: up to "
+        f"{_SHOWN} learned functions at each of four dampings, with the quintic "
+        "(dashed) and the training points. Dots are runs, and lines are drawn at the "
+        f"dampings that are judged, where at least {1 - MOST_UNFINISHED:.0%} of the "
+        f"runs have finished by reaching a training RMSE of {TRAINED_RMSE:g}. The "
+        "effective dimension is the sum of w/(w + lambda) over the eigenvalues w of the "
+        f"final kernel. {unfinished} of {number} runs have not finished, and {not_done} "
+        f"of their hidden units are dead, against {done} in finished runs. The paper's "
+        f"filter, a training RMSE over {LARGEST_TRAIN_RMSE}, would leave out {dropped} "
+        "runs."
     )
     return {"lambda_sweep": caption}
 
@@ -358,7 +355,7 @@ def _draw_dimension(axes, runs: Runs) -> None:
     values = np.where(finished(runs), runs["effective_dimension"], np.nan)
     _draw_runs(axes, runs, values)
     _draw_curve(axes, runs, values, np.nanmean, color=BLUE)
-    axes.set(ylabel=r"$d(\lambda)$", title="Effective dimension at the end")
+    axes.set(ylabel=r"$d(\lambda)$", title="Final effective dimension")
 
 
 def _draw_shares(axes, runs: Runs) -> None:
@@ -369,7 +366,7 @@ def _draw_shares(axes, runs: Runs) -> None:
     dead = runs["dead"].mean(axis=0)
     axes.plot(x, 100 * dead, "s-", color=ORANGE, label="dead hidden units")
     axes.set(xscale="log", ylim=(-3, 103), xlabel=r"Damping $\lambda$")
-    axes.set(ylabel="Share (%)", title="Finished, and dead")
+    axes.set(ylabel="Share (%)", title="Finished runs, dead units")
 
 
 def _draw_functions(axes, runs: Runs, index, settings: LambdaSweep, interval) -> None:
@@ -380,7 +377,7 @@ def _draw_functions(axes, runs: Runs, index, settings: LambdaSweep, interval) ->
     axes.plot(*quintic.examples(settings.num_train, interval), "o", color=BLACK, ms=3)
     axes.set(ylim=(1.5 * y.min(), 1.5 * y.max()), xlabel="$x$")
     damping = float(f"{runs['damping'][0, index]:.3g}")
-    axes.set_title(rf"Learnt functions, $\lambda = {damping:g}$", fontsize="medium")
+    axes.set_title(rf"Learned functions, $\lambda = {damping:g}$", fontsize="medium")
     if not finished(runs)[:, index].any():
         middle = 0.5, 0.9
         axes.text(*middle, "no run finished", transform=axes.transAxes, ha="center")
@@ -394,9 +391,9 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="A 5-layer network on 20 points of a quintic, exact damped Gauss-Newton, many "
-    "initialisations: mean and worst test error fall as lambda grows, the best stays; "
-    "functions get smoother.",
+    paper="The paper fits 20 points of a quintic with a 5-layer network by exact damped "
+    "Gauss-Newton from many initialisations. As lambda grows, the mean and the "
+    "worst test error fall, the best stays the same, and the functions get smoother.",
     grid="dampings",
     runs_at_a_point=lambda settings: len(settings.dampings),
 )

@@ -1,4 +1,4 @@
-"""Test accuracy against damping: a convolutional network, each problem solved.
+"""Test accuracy against damping: a CNN, with each linearised problem solved.
 
 `lambda |theta - theta_s|^2` is added to the mean loss of each linearised problem. On the
 full batch Newton's method minimises the sum, and the network is trained to a given loss.
@@ -201,21 +201,21 @@ def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdic
     verdicts = [
         judge(
             "More damping generalises better",
-            "slope of the final test accuracy in log10 lambda, of the runs that are "
-            f"trained to a mean loss of {TRAINED_LOSS:g}, where most are, a seed",
+            "slope of the final test accuracy in log10 lambda, at dampings at which "
+            f"most runs reach a mean loss of {TRAINED_LOSS:g}",
             slope(x, accuracy) if len(x) > 2 else [],
             thresholds.RISES,
-            untested="" if len(x) > 2 else "too few dampings at which runs are trained",
+            untested="" if len(x) > 2 else "runs are trained at too few dampings",
         )
     ]
     if settings.compared:
         damping, steps = max(settings.compared), max(settings.adam_steps)
         verdicts.append(
             judge(
-                "Newton's method and Adam come to one loss of a linearised problem, at "
-                f"lambda = {damping:g}",
-                f"the damped loss after {steps:,} steps of Adam less that by Newton's "
-                "method, relative to it, first problem, a seed",
+                "Newton's method and Adam reach the same loss of a linearised problem, "
+                f"at lambda = {damping:g}",
+                "relative difference in the damped loss of the first problem, "
+                f"{steps:,} steps of Adam less Newton's method",
                 apart(settings, all_runs, damping, ADAM, steps),
                 thresholds.SAME_LOSS,
             )
@@ -238,7 +238,7 @@ def draw(
             settings.compared, ("-", "--", ":"), (True, False, False), strict=False
         ):
             _draw_cost(cost, settings, all_runs, damping, look, full)
-        cost.set(xscale="log", yscale="log", xlabel="Passes, tangent and transposed")
+        cost.set(xscale="log", yscale="log", xlabel="Tangent and transposed passes")
         cost.set(ylabel="Largest entry of the gradient", title="The first problem")
         cost.legend(fontsize="small")
     return {"lambda_sweep_cnn": _caption(settings, all_runs)}
@@ -270,32 +270,27 @@ def _caption(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> str:
     number = sum(len(runs.final("trained")) for runs in trained)
     left_out = int(np.isnan(finals(settings, all_runs, "test_accuracy")).sum())
     said = (
-        "Final accuracy against damping, each linearised problem solved, until the mean "
-        f"training loss is {TRAINED_LOSS:g}: {left_out} of {number} runs do not come "
-        "there, or have a problem that is not solved, and are left out. "
-        f"{training.described(settings)}; means and ranges of {settings.seeds} seeds. "
+        "Final accuracy against damping, after linearised problems are solved until the "
+        f"mean training loss is {TRAINED_LOSS:g}; means and ranges over "
+        f"{settings.seeds} seeds, {training.described(settings)}. {left_out} of "
+        f"{number} runs do not reach this loss or have an unsolved problem, and are "
+        "left out. "
     )
     if settings.batch_size is not None:
-        return said + (
-            f"By {settings.period:,} steps of Adam (learning rate "
-            f"{settings.learning_rate:g}) a problem, {settings.num_steps:,} in all."
-        )
+        return f"{said}Each problem is solved by {settings.period:,} steps of Adam."
     residuals = np.array([runs.final("gradient") for runs in trained])
     kept = np.isfinite(finals(settings, all_runs, "test_accuracy"))
     said += (
-        f"By Newton's method, at most {settings.num_updates} problems a run; one counts "
-        f"as solved if no entry of the mean loss's gradient is over {TOLERANCE:g}: the "
-        f"largest that is left is {residuals.max(initial=0, where=kept):.1e} in the runs "
-        f"that are kept, and {residuals.max():.1e} in all."
+        "Problems are solved by Newton's method until no entry of the mean loss's "
+        f"gradient exceeds {TOLERANCE:g} (largest in the runs that are kept: "
+        f"{residuals.max(initial=0, where=kept):.1e})."
     )
     if not settings.compared:
         return said
     steps = max(settings.adam_steps)
     said += (
-        f" Right: the first problem, by Newton's method "
-        f"(with the kernel), by truncated Newton (conjugate gradients to "
-        f"{settings.tolerance:g} of the gradient, without it) and by Adam (learning rate "
-        f"{settings.learning_rate:g}, up to {steps:,} steps)."
+        " Right: the first problem, solved by Newton's method "
+        "with the kernel, by truncated Newton with conjugate gradients, and by Adam."
     )
     for damping in settings.compared:
         passes = {
@@ -305,10 +300,10 @@ def _caption(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> str:
         truncated = np.abs(apart(settings, all_runs, damping, TRUNCATED)).max()
         adam = np.abs(apart(settings, all_runs, damping, ADAM, steps)).max()
         said += (
-            f" At lambda = {damping:g} the damped loss by truncated Newton is within "
-            f"{truncated:.1e} of that by Newton's method, relative to it, and that by "
-            f"Adam within {adam:.1e}; they take {passes[TRUNCATED]:,.0f}, "
-            f"{passes[NEWTON]:,.0f} and {passes[ADAM]:,.0f} passes."
+            f" At lambda = {damping:g} the damped losses of truncated Newton and Adam "
+            f"differ from Newton's by {truncated:.1e} and {adam:.1e}, relative to it; "
+            f"Newton, truncated Newton and Adam take {passes[NEWTON]:,.0f}, "
+            f"{passes[TRUNCATED]:,.0f} and {passes[ADAM]:,.0f} passes."
         )
     return said
 
@@ -321,8 +316,8 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="CNN on CIFAR-10, cross-entropy, Adam on each linearised problem: more damping "
-    "generalises better.",
+    paper="The paper trains a CNN on CIFAR-10 with cross-entropy, and solves each "
+    "linearised problem by Adam. More damping generalises better.",
     grid="dampings",
     own=training.own,
     rehearsed=True,

@@ -1,4 +1,4 @@
-"""The claims over the initialisation's scale and the width: from rich training to lazy.
+"""From lazy to rich training: the claims over scales of initialisation and widths.
 
 The wider a network is, or the larger its initial parameters, the less its kernel changes
 in training (Chizat, Oyallon and Bach 2019); in the limit the network is its own
@@ -156,8 +156,8 @@ def by_point(
 def judge_all(settings: LazyToRich, all_runs: Sequence[Runs]) -> list[Verdict]:
     verdicts = []
     for axis, lazier in (
-        ("scale", "the larger the initialisation"),
-        ("width", "the wider the network"),
+        ("scale", "as the initialisation grows"),
+        ("width", "as the network gets wider"),
     ):
         of = lambda name, axis=axis: by_point(settings, all_runs, axis, name)
         x = np.log10([point[axis] for point in along(settings, axis)])
@@ -170,29 +170,33 @@ def judge_all(settings: LazyToRich, all_runs: Sequence[Runs]) -> list[Verdict]:
         largest = lambda values: float(np.abs(values.mean(axis=0)).max())
         verdicts += [
             judge(
-                f"K = infinity lacks less {lazier}",
-                f"slope in log10 {axis} of its test error less that of K = 1, a seed",
+                f"K = infinity falls behind K = 1 by less {lazier}",
+                f"slope in log10 {axis} of the difference in test error, K = infinity "
+                "less K = 1",
                 slope(x, behind),
                 thresholds.FALLS,
             ),
             judge(
                 f"The kernel changes less {lazier}",
-                f"slope in log10 {axis} of 1 - its alignment with the first, K = 1, a "
-                "seed",
+                f"slope in log10 {axis} of (1 - alignment of the final with the initial "
+                "kernel), K = 1",
                 slope(x, of("network_drift")),
                 thresholds.FALLS,
             ),
             judge(
-                f"K = {settings.period:,} is like K = 1 at every {axis}",
-                f"largest over the {axis} of the mean difference of test error, its size",
+                f"K = {settings.period:,} has the test error of K = 1 at every {axis}",
+                f"absolute difference in mean test error, K = {settings.period:,} less "
+                f"K = 1, largest over the {axis}s",
                 whole(apart["large_k"]),
                 thresholds.LIKE_FIRST,
                 untested=at_ceiling(1 - of("network_error"), 1 - of("large_k_error")),
                 statistic=largest,
             ),
             judge(
-                f"Damping of 1/(eta K) is like K = {settings.period:,} at every {axis}",
-                f"largest over the {axis} of the mean difference of test error, its size",
+                f"Damping of 1/(eta K) has the test error of K = {settings.period:,} at "
+                f"every {axis}",
+                "absolute difference in mean test error, damping less K = "
+                f"{settings.period:,}, largest over the {axis}s",
                 whole(apart["by damping"]),
                 thresholds.LIKE_FIRST,
                 untested=at_ceiling(1 - of("damped_error"), 1 - of("large_k_error")),
@@ -219,19 +223,18 @@ def draw(settings: LazyToRich, all_runs: Sequence[Runs], out: Path) -> Mapping[s
             drifts.set_xticks(x, [f"{value:g}" for value in x])
             drifts.set_xticks([], minor=True)
         panels[0, 0].set_ylabel("Test error (%)")
-        panels[1, 0].set_ylabel("1 - kernel's alignment with the first")
+        panels[1, 0].set_ylabel("1 - alignment with the initial kernel")
         panels[0, 0].legend()
     return {
-        "lazy_to_rich": "Test error, and how far the kernel of the training images has "
-        f"changed, over the scale of the initial parameters (64-{settings.width}-10) and "
-        f"over the width (scale 1). {settings.num_train} training images of digits, "
-        f"squared error; {settings.num_steps:,} gradient steps at "
-        f"{settings.share_of_stable:g} of the largest stable learning rate, linearised "
-        f"anew after each or after {settings.period:,}, and as many damped Gauss-Newton "
-        "steps as the latter has updates; K = infinity in closed form. Means and ranges "
-        f"of {settings.seeds} seeds, each with images of its own; a seed is left "
-        "out at which one network has a training RMSE of "
-        f"{thresholds.FITTED_DIGITS:g} or more."
+        "lazy_to_rich": "Test error and change of the kernel of the training images, "
+        f"over the scale of the initial parameters (for a 64-{settings.width}-10 "
+        "network) and over the width (for scale 1). The data are "
+        f"{settings.num_train} training images of digits, with squared error. "
+        f"Damped Gauss-Newton takes as many steps as K = {settings.period:,} has "
+        "feature updates; K = infinity has a closed form. Means and ranges over "
+        f"{settings.seeds} seeds, each with its own images. A seed is left out if "
+        f"one of its networks has a training RMSE of {thresholds.FITTED_DIGITS:g} "
+        "or more."
     }
 
 
@@ -243,8 +246,8 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="Not in the paper, whose networks have one initialisation and one width. "
-    "L. Chizat, E. Oyallon and F. Bach, *On Lazy Training in Differentiable Programming* "
-    "(2019).",
+    paper="This experiment is not in the paper, whose networks have one initialisation "
+    "and one width. See L. Chizat, E. Oyallon and F. Bach, *On Lazy Training in "
+    "Differentiable Programming* (2019).",
     grid="scales",
 )

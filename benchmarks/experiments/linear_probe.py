@@ -1,4 +1,4 @@
-"""Linear classifiers of the first two layers' activations, K = 1 against large K.
+"""Linear probes of the first two layers, for K = 1 and for large K.
 
 The runs of `large-k-augmented` are reused if they exist.
 """
@@ -35,15 +35,15 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
         verdicts += [
             judge(
                 f"Probes of layer {layer} improve more slowly with large K",
-                "mean probe accuracy over the first half of training less that of "
-                "K = 1, a seed",
+                "difference in mean probe accuracy over the first half of training, "
+                "large K less K = 1",
                 np.mean(of_last[:, :half] - of_first[:, :half], axis=1),
                 thresholds.FALLS,
                 untested=at_ceiling(of_first[:, 0]),
             ),
             judge(
                 f"Probes of layer {layer} end lower with large K",
-                "final probe accuracy less that of K = 1, a seed",
+                "difference in final probe accuracy, large K less K = 1",
                 finished(of_last[:, -1] - of_first[:, -1]),
                 thresholds.FALLS,
                 untested=at_ceiling(of_first[:, 0]),
@@ -53,10 +53,11 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     deepest = f"probe_{PROBED_LAYERS[-1]}"
     verdicts += [
         judge(
-            f"Large K ends where the probe of K = 1 is after about {SHARE:.0%} of its "
-            "steps",
-            f"share of its steps after which the probe of layer {PROBED_LAYERS[-1]} with "
-            "K = 1 is as accurate, all of them where it never is; median of the seeds",
+            "Probes end as accurate with large K as they are with K = 1 after about "
+            f"{SHARE:.0%} of the steps",
+            f"share of the steps after which the probe of layer {PROBED_LAYERS[-1]} is "
+            "as accurate with K = 1 as with large K at the end (1 if it never is), "
+            "median over the seeds",
             finished(
                 share_of_the_way(
                     np.pad(first[deepest], ((0, 0), (1, 0))), last.final(deepest)
@@ -67,9 +68,9 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             untested=at_ceiling(first[deepest][:, 0]),
         ),
         judge(
-            "Fewer features are no large hindrance",
-            "by how much large K is behind K = 1 in final test accuracy, less the same "
-            "of the second layer's probes, a seed",
+            "Large K loses less test accuracy than probe accuracy",
+            "loss of final test accuracy with large K relative to K = 1, less the same "
+            "loss of the accuracy of the second layer's probes",
             finished(behind("test_accuracy") - behind(deepest)),
             thresholds.FALLS,
         ),
@@ -85,12 +86,12 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
                 label = f"K = {runs.point['period']:,}"
                 training.draw_band(panel, runs, f"probe_{layer}", colour, label)
             panel.set(title=f"Layer {layer}", xlabel="Steps")
-        panels[0].set_ylabel("Probe's test accuracy (%)")
+        panels[0].set_ylabel("Test accuracy of the probe (%)")
         panels[0].legend()
     return {
-        "linear_probe": "Test accuracy of a linear classifier of each layer's pooled "
-        f"activations, trained on {settings.num_probed:,} images; means and ranges. "
-        f"{caption(settings, all_runs)}"
+        "linear_probe": "Test accuracy over steps of a linear classifier of each "
+        f"layer's pooled activations, trained on {settings.num_probed:,} images; "
+        f"means and ranges over the seeds. {caption(settings, all_runs)}"
     }
 
 
@@ -98,6 +99,7 @@ EXPERIMENT = dataclasses.replace(
     large_k_augmented.EXPERIMENT,
     judge=judge_all,
     draw=draw,
-    paper="The runs of large-k-augmented: large K improves more slowly and ends lower.",
+    paper="In the paper, in the runs of large-k-augmented, the accuracy of linear "
+    "probes improves more slowly with large K, and ends lower.",
     runs_of="large-k-augmented",
 )

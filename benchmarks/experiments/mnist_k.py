@@ -1,4 +1,4 @@
-"""Accuracy over steps on handwritten digits, K from 1 to 1,000, and infinity.
+"""Accuracy during training on handwritten digits, for K from 1 to 1,000 and infinity.
 
 The problem of K = infinity is solved directly, so that it has no curve over steps. Each
 seed draws its own test images; together they cover all 1,797.
@@ -91,7 +91,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     def alike(claim, periods):
         return judge(
             claim,
-            "range over K of their mean final test accuracies",
+            "range over K of the mean final test accuracy",
             training.where_trained(
                 np.stack([final[k] for k in periods], axis=1), *(of[k] for k in periods)
             )
@@ -103,8 +103,11 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
         )
 
     verdicts = [
-        alike(f"K up to {ALIKE} end alike", [k for k in finite if k <= ALIKE]),
-        alike("All finite K end within 0.4 %", finite),
+        alike(
+            f"All K up to {ALIKE} end with the same test accuracy",
+            [k for k in finite if k <= ALIKE],
+        ),
+        alike("All finite K end within 0.4 % of each other", finite),
     ]
     first, longest = min(finite, default=1), max(finite, default=1)
     every = math.ceil(settings.num_steps / settings.num_looks)
@@ -114,18 +117,18 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
         look = int(longest // every) - 2  # the last before the first feature update
         verdicts += [
             judge(
-                f"K = {longest:,.0f} levels off before each feature update",
-                "how much faster the linearised network's accuracy rises, a look, in the "
-                "first half of a period than in the second, mean over periods, less the "
-                f"same of K = {first:g} in those steps, a seed",
+                f"With K = {longest:,.0f} accuracy levels off before each feature update",
+                "rise in accuracy of the linearised network per evaluation, first half "
+                f"of a period less second half, mean over periods; K = {longest:,.0f} "
+                f"less K = {first:g} in the same steps",
                 trained(of_longest - levelling(of[first], longest)),
                 thresholds.RISES,
             ),
             judge(
                 f"{longest:,.0f} steps on the linearised network learn less than as many "
-                "on the network",
-                "test accuracy of the linearised network just before the first feature "
-                f"update less that of the network with K = {first:g} then, a seed",
+                "steps on the network",
+                "difference in test accuracy just before the first feature "
+                f"update, linearised network less network with K = {first:g}",
                 trained(
                     of[longest]["test_accuracy_linearised"][:, look]
                     - of[first]["test_accuracy"][:, look]
@@ -137,8 +140,9 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
         endless = solved_accuracy(only(all_runs, period=math.inf))
         verdicts.append(
             judge(
-                "K = infinity ends worse than all finite K",
-                "final test accuracy of the linearised network less the worst of theirs",
+                "K = infinity ends less accurate than every finite K",
+                "difference in final test accuracy, K = infinity (linearised network) "
+                "less the worst finite K",
                 training.where_trained(
                     endless - np.min(list(final.values()), axis=0), *of.values()
                 ),
@@ -171,12 +175,12 @@ def draw(settings: MnistK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         linearised.set(title="The linearised network", xlabel="Steps")
         linearised.legend()
     return {
-        "mnist_k": "Test accuracy of the network and of the linearised network, which is "
-        "what is trained, and right after a feature update is the network itself. "
-        f"{training.described(settings)}, learning rate "
-        f"{settings.learning_rate:g}, {settings.num_steps:,} steps; means and ranges of "
-        f"{settings.seeds} seeds, each with test images of its own. K = infinity by "
-        f"L-BFGS until no entry of the mean loss's gradient is over {TOLERANCE:g}."
+        "mnist_k": "Test accuracy over steps of the network and of the linearised "
+        "network, which is the one being trained; right after a feature update the "
+        f"two are the same. Means and ranges over {settings.seeds} seeds, each with "
+        f"its own test images; {training.described(settings)}. For K = infinity the "
+        "problem is solved by L-BFGS until no entry of the mean loss's gradient "
+        f"exceeds {TOLERANCE:g}."
     }
 
 
@@ -188,8 +192,9 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="CNN on MNIST, learning rate 10^-4: K up to 100 alike; K = 1,000 levels off "
-    "before each feature update; all but infinity end within 0.4 %.",
+    paper="The paper trains a CNN on MNIST with learning rate 10^-4. All K up to 100 "
+    "give the same curves, K = 1,000 levels off before each feature update, and all "
+    "K except infinity end within 0.4 %.",
     grid="periods",
     own=training.own,
     rehearsed=True,

@@ -1,4 +1,4 @@
-"""NIST's 27 certified regressions from both starts: gnlin beside the other libraries."""
+"""NIST's 27 certified regressions from both starts: gnlin and other libraries."""
 
 import dataclasses
 import statistics
@@ -305,7 +305,7 @@ def table_of_all(
 ) -> Table:
     """Make a table with a row for each solver. `columns` maps each heading to a function
     of the solver's rows."""
-    table = Table(title="All of them", title_justify="left")
+    table = Table(title="All problems", title_justify="left")
     table.add_column("solver")
     for heading in columns:
         table.add_column(heading, justify="right")

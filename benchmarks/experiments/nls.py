@@ -1,4 +1,4 @@
-"""Moré, Garbow and Hillstrom's problems from near and far: gnlin beside other libraries.
+"""Moré, Garbow and Hillstrom's problems from near and far: gnlin and other libraries.
 
 There are 41 least-squares problems, each from its start and from 10 and 100 times as far
 from zero. A run is *solved* if its sum of squares is one of the known minima. A report of
@@ -202,12 +202,15 @@ def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
         rows += in_a_box(problem.in_a_box(found.parameters))
         jax.clear_caches()
     solvers = tuple(_bounded_solvers(problems[0].in_a_box(np.zeros(1))))
-    title = "In boxes: sum of squares / steps (* not solved, ! falsely reported)"
+    title = "With bounds: sum of squares / steps (* not solved, ! falsely reported)"
     console.print(table_of_cases(title, rows, solvers))
     columns = {**_COLUMNS, "median evaluations": _median("evaluations")}
     console.print(table_of_all(rows, solvers, columns))
     if left_out:
-        console.print(f"Not in a box, as SciPy's lm ends elsewhere: {left_out}.")
+        console.print(
+            "Left out, because SciPy's lm does not find the minimum: "
+            f"{', '.join(left_out)}."
+        )
     return rows
 
 
@@ -275,8 +278,8 @@ def draw(rows: Sequence[Row | nist.Row], solvers: Sequence[str], folder: Path) -
             ax.plot(at, share, label=solver)
         ax.set(
             xscale="log",
-            xlabel="steps, over the fewest of any solver",
-            ylabel="part of the problems",
+            xlabel="Steps, relative to the fewest of any solver",
+            ylabel="Share of the problems",
             ylim=(0, 1),
         )
         ax.legend()

@@ -1,4 +1,4 @@
-"""Classical sparse problems with thousands of parameters: gnlin beside other libraries.
+"""Classical sparse problems with thousands of parameters: gnlin and other libraries.
 
 Each residual depends on a few parameters only. Each problem is run from its start and
 from 10 and 100 times as far. A run is *solved* if its sum of squares is the minimum,

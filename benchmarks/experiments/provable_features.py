@@ -1,4 +1,4 @@
-"""Tasks that theory says need features: K = 1 to K = infinity, over the sample size.
+"""Tasks that need learned features in theory: K = 1 to infinity over the sample size.
 
 The classes are signs of a polynomial in a few of many inputs. Without learning features a
 network needs about as many examples as there are functions of that degree; if it learns
@@ -101,7 +101,7 @@ def judge_all(settings: Provable, all_runs: Sequence[Runs]) -> list[Verdict]:
                 judge(
                     f"{teacher.title}: K = {_shown(period)} "
                     f"{'succeeds' if finite else 'fails'} at n = {settings.sizes[at]:,}",
-                    "test error, a seed",
+                    "test error",
                     errors(settings, all_runs, task, period)[:, at],
                     thresholds.SUCCEEDS if finite else thresholds.FAILS,
                 )
@@ -128,7 +128,7 @@ def draw(settings: Provable, all_runs: Sequence[Runs], out: Path) -> Mapping[str
                 band(panel, settings.sizes, values[known], colours[period], label, "o-")
             for number, name in (
                 (NUM_INPUTS, "inputs"),
-                (teacher.num_functions, "functions of the degree"),
+                (teacher.num_functions, "functions of this degree"),
             ):
                 panel.axvline(number, color=BLACK, linestyle=":", linewidth=1)
                 panel.text(number, 4, f" {name}", rotation=90, va="bottom", fontsize=8)
@@ -137,13 +137,13 @@ def draw(settings: Provable, all_runs: Sequence[Runs], out: Path) -> Mapping[str
         panels[0].set_ylabel("Test error (%)")
         panels[-1].legend(fontsize="small")
     return {
-        "provable_features": "Test error, stopped early by validation examples, over the "
-        "number of training examples; dotted, how many inputs there are, and how many "
-        "functions of the polynomial's degree. A network with one hidden layer of 128 "
-        f"units; mini-batches of {settings.batch_size}, {settings.num_steps:,} steps at "
-        f"learning rate {settings.learning_rate:g}. K = infinity by L-BFGS until no "
-        f"entry of the mean loss's gradient is over {TOLERANCE:g}. Means and ranges of "
-        f"{settings.seeds} seeds, each with data of its own."
+        "provable_features": "Test error, stopped early at the best validation "
+        "accuracy, over the number of training examples. Dotted lines mark the "
+        "number of inputs and the number of functions of the polynomial's degree. "
+        "The network has one hidden layer of 128 units. For K = infinity the "
+        "problem is solved by L-BFGS until no entry of the mean loss's gradient "
+        f"exceeds {TOLERANCE:g}. Means and ranges over {settings.seeds} seeds, each "
+        "with its own data."
     }
 
 
@@ -155,9 +155,10 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="Not in the paper, whose tasks a linearised network can learn too. Theory: "
-    "without features as many examples are needed as there are functions of the degree; "
-    "with them, of the order of the number of inputs.",
+    paper="This experiment is not in the paper, whose tasks a linearised network can "
+    "learn too. In theory, a network without learned features needs as many "
+    "examples as there are functions of the polynomial's degree, and a network with "
+    "them needs about as many as there are inputs.",
     grid="periods",
     rehearsed=True,
 )

@@ -1,4 +1,4 @@
-"""The longest step that keeps its promise: which part of it is to be kept.
+"""How much of the predicted decrease the longest step must achieve.
 
 [`gnlin.LevenbergMarquardt`][] on a full batch takes the longest step at which the loss
 still falls by a given part of the predicted decrease, the `ratio` of
@@ -256,9 +256,10 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
     one_sided = not (np.any(ratios < DEFAULT) and np.any(ratios > DEFAULT))
     verdicts = [
         judge(
-            f"{PROBLEMS[name].title}: after {after} steps the default's loss is within "
-            "a factor of 10 of the best ratio's",
-            "log10 of the quotient of their geometric means over the seeds",
+            f"{PROBLEMS[name].title}: after {after} steps the loss of the default ratio "
+            "is within a factor of 10 of the best ratio's",
+            "log10 of the ratio of losses, default over best, geometric means over the "
+            "seeds",
             values,
             thresholds.NEAR_BEST_RATIO,
             statistic=excess_of_default,
@@ -267,9 +268,9 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
     ]
     verdicts.append(
         judge(
-            f"After {after} steps no one ratio is best on all problems",
-            "log10 of the loss over that of the best ratio, geometric means over the "
-            "seeds, where it is largest, of the ratio for which that is least",
+            f"After {after} steps no single ratio is best on all problems",
+            "log10 of (loss / loss of the best ratio), geometric means over the "
+            "seeds, maximum over the problems, minimum over the ratios",
             np.stack(list(logs.values()), axis=1),
             thresholds.NO_ONE_RATIO,
             statistic=least_excess,
@@ -279,16 +280,16 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
         valley = PROBLEMS[name].valley
         untested = ""
         if one_sided:
-            values, untested = [], "no ratio on one side of the default"
+            values, untested = [], "all ratios are on one side of the default"
         elif small_over_large(values) == 0:
-            untested = "the best of both sides end at the same loss"
+            untested = "the best ratios of both sides end at the same loss"
         verdicts.append(
             judge(
                 f"{PROBLEMS[name].title}: after {after} steps some ratio "
                 f"{'below' if valley else 'above'} the default is better than all on the "
                 "other side",
-                "log10 of the least loss of the ratios below over that of those above, "
-                "geometric means over the seeds",
+                "log10 of the ratio of smallest losses, ratios below the default over "
+                "ratios above, geometric means over the seeds",
                 values,
                 thresholds.FALLS if valley else thresholds.RISES,
                 statistic=small_over_large,
@@ -303,16 +304,16 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
             judge(
                 f"{PROBLEMS['burgers'].title}: after {last} steps a ratio of {SMALL:g} "
                 f"has at most a tenth of the loss of {LARGE:g}",
-                "log10 of the quotient of their losses, a seed",
+                f"log10 of the ratio of losses, {SMALL:g} over {LARGE:g}",
                 small - large,
                 thresholds.TENTH_OF_LOSS,
             )
         )
     verdicts.append(
         judge(
-            "NIST's fits: the ratio changes the number of steps by a tenth at most",
-            "log10 of the most over the fewest, geometric means over the fits that all "
-            "ratios solve",
+            "NIST's fits: the ratio changes the number of steps by at most a tenth",
+            "log10 of (most steps / fewest steps) over the ratios, geometric means over "
+            "the fits that all ratios solve",
             solved_and_log_steps(settings, all_runs)[1],
             thresholds.TENTH_OF_STEPS,
             statistic=lambda values: float(np.ptp(values.mean(axis=0))),
@@ -389,11 +390,11 @@ def draw(settings: Ratio, all_runs: Sequence[Runs], out: Path) -> Mapping[str, s
         handles = panels[0].get_legend_handles_labels()
         drawing.legend(*handles, loc="outside lower center", ncols=len(settings.looks))
     return {
-        "ratio": "The loss after some numbers of steps over the part of its promise that "
-        f"a step has to keep: geometric means and ranges of {settings.seeds} seeds "
-        "(initialisations); the default is dotted. Of NIST's fits that all ratios solve, "
-        f"the number of steps to the end. A loss below {_ROUNDING:g} of the first counts "
-        "as rounding."
+        "ratio": "The loss after several numbers of steps, over the part of the "
+        "predicted decrease that a step must achieve; geometric means and ranges "
+        f"over {settings.seeds} seeds. The dotted line marks the default. The last "
+        "panel shows the number of steps of NIST's fits that all ratios solve. "
+        f"Losses below {_ROUNDING:g} of the first count as rounding."
     }
 
 
@@ -405,8 +406,8 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="The rule comes from sketched problems, with a ratio of 0.075 "
-    "(arXiv:2607.02194); what decides the ratio is not said there.",
+    paper="The rule comes from arXiv:2607.02194, which uses a ratio of 0.075 for "
+    "sketched problems, and does not say how to choose the ratio.",
     grid="ratios",
     seedless=lambda point: point["problem"] == FITS,
     steps="",

@@ -1,4 +1,4 @@
-"""Network, large K, K = infinity, and regression with the trained network's kernel.
+"""The network, large K, K = infinity, and regression with the trained network's kernel.
 
 The experiment asks whether the kernel after training generalises as the network does, and
 whether its evidence shows this. The task is digits by squared error. All linear problems
@@ -31,8 +31,8 @@ NOISE = 0.1
 REGIMES = {
     "network": ("the network, K = 1", BLACK),
     "large_k": ("large K", BLUE),
-    "after_kernel": ("regression with its after-kernel", GREEN),
-    "first_kernel": ("regression with the first kernel", ORANGE),
+    "after_kernel": ("regression, kernel after training", GREEN),
+    "first_kernel": ("regression, initial kernel", ORANGE),
     "endless": ("K = infinity", VERMILION),
 }
 
@@ -158,27 +158,31 @@ def judge_all(settings: Regimes, all_runs: Sequence[Runs]) -> list[Verdict]:
     agrees = np.where(np.isnan(won), np.nan, np.sign(gained) == np.sign(won))
     return [
         judge(
-            "the after-kernel generalises as the network does",
-            "test error, after-kernel less network, mean over sizes",
+            "Regression with the kernel after training generalises as well as the "
+            "network",
+            "difference in test error, regression with the kernel after training less "
+            "network, mean over training set sizes",
             less("after_kernel", "network"),
             thresholds.LIKE_FIRST,
             untested=at_ceiling(1 - by_name["after_kernel"], 1 - by_name["network"]),
         ),
         judge(
-            "training improves the kernel",
-            "test error, after-kernel less first kernel, mean over sizes",
+            "Training improves the kernel",
+            "difference in test error of regression, kernel after training less initial "
+            "kernel, mean over training set sizes",
             less("after_kernel", "first_kernel"),
             thresholds.FALLS,
         ),
         judge(
             f"K = {settings.period:,} learns features that K = infinity lacks",
-            "test error, large K less K = infinity, mean over sizes",
+            f"difference in test error, K = {settings.period:,} less K = infinity, mean "
+            "over training set sizes",
             less("large_k", "endless"),
             thresholds.FALLS,
         ),
         judge(
-            "the kernel of more evidence has the lower test error",
-            "share of sizes at which it has",
+            "Of the two kernels, the one with more evidence has the lower test error",
+            "share of the training set sizes for which this holds",
             np.mean(agrees, axis=1),
             thresholds.HALF_AGREES,
         ),
@@ -213,18 +217,16 @@ def draw(settings: Regimes, all_runs: Sequence[Runs], out: Path) -> Mapping[str,
                     markersize=5,
                     label=label if size == settings.sizes[0] else None,
                 )
-        right.set(xlabel="Log evidence, a target", ylabel="Test error (%)")
+        right.set(xlabel="Log evidence per target", ylabel="Test error (%)")
         right.legend(fontsize="small")
     return {
         "regimes": "Left: test error over the number of training images; means and "
-        f"ranges of {settings.seeds} seeds, each with images of its own. Networks are "
-        f"trained by {settings.num_steps:,} gradient steps at "
-        f"{settings.share_of_stable:g} of the largest stable learning rate, "
-        f"linearised anew after each or after {settings.period:,}; a seed at which "
-        f"one has a training RMSE of {thresholds.FITTED_DIGITS:g} or more is left out. "
-        "K = infinity and the regressions are solved in closed form, the regressions "
-        "with the noise of most evidence. Right: their test error over that evidence, "
-        "a marker for each number of images."
+        f"ranges over {settings.seeds} seeds, each with its own images. A seed is "
+        "left out if one of its networks has a training RMSE of "
+        f"{thresholds.FITTED_DIGITS:g} or more. K = infinity and the regressions "
+        "have closed forms, and the regressions use the noise that maximises the "
+        "evidence. Right: test error of the regressions over their evidence, with "
+        "one kind of marker for each number of images."
     }
 
 
@@ -236,7 +238,8 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="Not in the paper. After-kernels: P. Long, *Properties of the After Kernel* "
-    "(2021), and S. Fort et al. (2020), on larger networks.",
+    paper="This experiment is not in the paper. Kernels after training are studied by "
+    "P. Long, *Properties of the After Kernel* (2021), and on larger networks by S. "
+    "Fort et al. (2020).",
     grid="sizes",
 )

@@ -1,4 +1,4 @@
-"""When feature updates are made: early, late, or evenly, at equal numbers of them.
+"""Early, late or evenly spaced feature updates, at equal numbers of updates.
 
 All runs take the same number of inner steps. At equal numbers of feature updates, only
 the distribution of the periods differs. Practitioners learn features first: K = 1, and
@@ -36,6 +36,7 @@ from ..verdicts import at_ceiling, judge, mean_of_seed, Verdict
 
 
 STEPS, DAMPING = "K steps", "damping"
+WITH = {STEPS: "With K steps", DAMPING: "With damping"}
 THROUGHOUT = "K = 1 until trained"
 CONSTANT = "constant"
 FIRST, GROWING = "features first, then frozen", "growing periods"
@@ -220,10 +221,10 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
             word = "better" if threshold is thresholds.RISES else "worse"
             verdicts.append(
                 judge(
-                    f"By {by}: {schedule} is {word} than a constant strength at equal "
+                    f"{WITH[by]}: '{schedule}' is {word} than '{CONSTANT}' at equal "
                     "numbers of feature updates",
-                    "test accuracy of the one less that of the other, mean over the "
-                    "numbers of feature updates at which both are trained, a seed",
+                    f"difference in test accuracy, '{schedule}' less '{CONSTANT}', mean "
+                    "over the numbers of feature updates at which both are trained",
                     mean_of_seed(values - evenly),
                     threshold,
                     untested=at_ceiling(*values.T, *evenly.T),
@@ -234,9 +235,9 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
         )
         verdicts.append(
             judge(
-                f"By {by}: {LAST} leaves more networks untrained than {FIRST}",
-                "share of the numbers of feature updates at which the one is not "
-                "trained less that of the other, a seed",
+                f"{WITH[by]}: '{LAST}' leaves more networks untrained than '{FIRST}'",
+                "difference in the share of untrained networks over the numbers of "
+                f"feature updates, '{LAST}' less '{FIRST}'",
                 first.mean(axis=1) - last.mean(axis=1),
                 thresholds.RISES,
             )
@@ -247,9 +248,9 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
         own = accuracy(only(all_runs, by=STEPS, schedule=schedule, updates=most))
         verdicts.append(
             judge(
-                f"By {STEPS}: {schedule}, with {most:,} feature updates, is nearly as "
+                f"{WITH[STEPS]}: '{schedule}' with {most:,} feature updates is nearly as "
                 f"accurate as {THROUGHOUT}",
-                "test accuracy of the one less that of the other, a seed",
+                f"difference in test accuracy, '{schedule}' less {THROUGHOUT}",
                 own - throughout,
                 thresholds.NO_LESS_ACCURATE,
                 untested=at_ceiling(own, throughout),
@@ -269,9 +270,9 @@ def draw(
         panels = drawing.subplots(2, 2)
         (steps, damping), (network, periods) = panels
         for axes, by, name, title in (
-            (steps, STEPS, LINEARISED, "K steps: the last linearised network"),
-            (damping, DAMPING, LINEARISED, "Damping: the last linearised network"),
-            (network, STEPS, "test_accuracy", "K steps: the network"),
+            (steps, STEPS, LINEARISED, "K steps: last linearised network"),
+            (damping, DAMPING, LINEARISED, "Damping: last linearised network"),
+            (network, STEPS, "test_accuracy", "K steps: network"),
         ):
             final = lambda runs, name=name: runs.final(name)
             for schedule, colour in COLOURS.items():
@@ -295,18 +296,17 @@ def draw(
             numbers = np.arange(1, shown + 1)
             periods.plot(numbers, of_update, ".-", color=colour)
         periods.set(yscale="log", xlabel="Feature update", ylabel="Period $K$")
-        periods.set_title(f"The periods of {shown:,} feature updates")
+        periods.set_title(f"Periods with {shown:,} feature updates")
         for axes in (damping, network):
             axes.sharey(steps)
     untrained = sum(int(np.sum(~trained(runs))) for runs in all_runs)
     caption = (
-        "Test accuracy after the same number of inner steps, "
-        f"{settings.num_steps:,}, over the number of feature updates, for five schedules "
-        "of the period K, and of damping 1/(eta K): of the linearised network that is "
-        f"trained last, and of the network. {training.described(settings)}, learning "
-        f"rate {settings.learning_rate:g}; means and ranges of {settings.seeds} seeds. "
+        "Test accuracy over the number of feature updates after "
+        f"{settings.num_steps:,} inner steps, for five schedules "
+        "of the period K and of the damping 1/(eta K). "
+        f"Means and ranges over {settings.seeds} seeds; {training.described(settings)}. "
         f"{untrained} of {len(all_runs) * settings.seeds} linearised networks are not "
-        "trained; crosses are where most are not."
+        "trained; crosses mark where this is true of most."
     )
     return {"schedules": caption}
 
@@ -319,9 +319,10 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="Not in the paper, whose periods are constant. S. Fort et al., *Deep Learning "
-    "versus Kernel Learning* (2020): linearised after a short training of the network, "
-    "it does nearly as well as the network trained to the end.",
+    paper="This experiment is not in the paper, whose periods are constant. In S. Fort "
+    "et al., *Deep Learning versus Kernel Learning* (2020), a network that is "
+    "linearised after a short training does nearly as well as the network that is "
+    "trained to the end.",
     grid="updates",
     bounds=(2, 1e6),
     own=training.own,

@@ -1,4 +1,4 @@
-"""Which learning rates and K diverge.
+"""The learning rates and values of K at which training diverges.
 
 A run has diverged if its numbers are not finite, or if its final training loss is at
 least 99 % of the loss of constant outputs.
@@ -119,20 +119,20 @@ def judge_all(settings: Stability, all_runs: Sequence[Runs]) -> list[Verdict]:
         judge(
             f"K = {settings.periods[-1]:,} diverges at learning rates at which K = 1 is "
             "stable",
-            f"{rate} of the one less that of the other, a seed",
+            f"difference in {rate}, K = {settings.periods[-1]:,} less K = 1",
             where_known(against[:, -1]) if several else [],
             thresholds.FALLS,
         ),
         judge(
             "A tenth of the largest stable learning rate of K = 1 is stable for every K",
-            f"{rate}, the least of all larger K, less that of K = 1, a seed",
+            f"difference in {rate}, smallest over all larger K less K = 1",
             where_known(against.min(axis=1)) if several else [],
             thresholds.TENTH_IS_STABLE,
         ),
         judge(
-            "Over four decades of K the largest stable learning rate changes by a factor "
-            "of 1.5 at most, which the paper does not say",
-            f"slope of {rate} in log10 K, a seed",
+            "Over four decades of K the largest stable learning rate changes by at most "
+            "a factor of 1.5 (not a claim of the paper)",
+            f"slope of {rate} in log10 K",
             where_known(slope(periods, largest)) if len(periods) > 2 else [],
             thresholds.HARDLY_ON_K,
         ),
@@ -155,20 +155,14 @@ def draw(settings: Stability, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         logs = np.log10(largest_stable(settings, all_runs)).mean(axis=0)
         known = np.log10(settings.learning_rates)
         height = np.interp(logs, known, np.arange(len(known)))
-        label = "largest stable, mean over seeds"
+        label = "largest stable rate, mean over seeds"
         axes.plot(height, "o-", color="white", markeredgecolor=BLACK, label=label)
         axes.legend(loc="lower right", labelcolor="white")
         drawing.colorbar(image, label="Share of the seeds that diverge")
     return {
-        "stability": "Share of the runs that diverge, by learning rate and K. "
-        f"{training.described(settings)}, loss summed over the images, "
-        f"{settings.num_steps:,} steps"
-        + (
-            f" but at least {settings.fewest_updates} feature updates"
-            if settings.batch_size is None
-            else ""
-        )
-        + f"; {settings.seeds} seeds."
+        "stability": "Share of the runs that diverge, by learning rate and K. The loss "
+        f"is summed over the images. {settings.seeds} seeds; "
+        f"{training.described(settings)}."
     }
 
 
@@ -180,9 +174,9 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="CNN on CIFAR-10: learning rate 10^-4 diverges above K = 5, 10^-5 is stable to "
-    "K = 20,000: the largest stable learning rate falls as K grows, by a factor of ten "
-    "at most.",
+    paper="The paper trains a CNN on CIFAR-10. A learning rate of 10^-4 diverges above "
+    "K = 5, and 10^-5 is stable up to K = 20,000, so the largest stable learning "
+    "rate falls as K grows, but by at most a factor of ten.",
     grid="periods",
     own=training.own,
     bounds=(1, 1e5),  # the steps are taken one by one

@@ -1,4 +1,4 @@
-"""What the hidden units of an XOR network learn, over K and over lambda.
+"""What the hidden units of an XOR network learn, as K and lambda vary.
 
 Noisy XOR can be solved by features along the four corners, but also by random features.
 One hidden layer is trained to convergence by K steps on each linearisation, and by
@@ -162,7 +162,8 @@ def _judge(
         *(
             judge(
                 f"{kind} with the corners falls {claim}",
-                f"Spearman's correlation of its mean over the units with {over}, a seed",
+                f"Spearman's correlation of {kind.lower()} (mean over the units) with "
+                f"{over}",
                 rank_correlation(
                     np.array(settings.periods),
                     np.stack([runs[name] for runs in all_runs], axis=1),
@@ -173,7 +174,7 @@ def _judge(
         ),
         judge(
             f"Accuracy does not fall {claim}",
-            f"test accuracy at the largest {over} less that at the smallest, a seed",
+            f"difference in test accuracy, largest {over} less smallest",
             last - first,
             thresholds.NOT_LOST,
             untested=at_ceiling(first, last),
@@ -182,7 +183,7 @@ def _judge(
 
 
 def _initial(scale: float) -> str:
-    return "usual initialisation" if scale == 1 else f"{scale:g} of it"
+    return "usual initialisation" if scale == 1 else f"{scale:g} x usual initialisation"
 
 
 def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
@@ -214,15 +215,12 @@ def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[
         if points is not None:
             drawing.colorbar(points, ax=axes[:, -1], label="Output weight")
     caption = (
-        "Alignment of the hidden units with a corner, over K and over damping at matched "
-        f"strength, from the usual initialisation and from a smaller one: means and "
-        f"ranges of {settings.seeds} seeds. Beside it the alignments of all units, with "
-        "those of random directions (dotted), and the units' weights of one seed, "
-        "coloured by output weight, on one scale for all. 2-100-1 network on "
-        f"{settings.num_train} noisy XOR points, drawn anew each seed; learning rate "
-        f"{settings.learning_rate:g}, {settings.num_steps:,} inner steps, and at least "
-        f"{settings.fewest_updates:,} feature updates; {settings.damped_steps:,} damped "
-        "steps."
+        "Left: mean alignment of the hidden units with the nearest corner, over K and "
+        "over damping of matched strength, from the usual initialisation and from a "
+        f"smaller one; means and ranges over {settings.seeds} seeds. Second column: "
+        "histograms of the alignments of all units, and of random directions (dotted). "
+        "Right: the units' weights for one seed, coloured by output weight. The network "
+        f"is 2-100-1, and each seed draws its own {settings.num_train} noisy XOR points."
     )
     return {"xor_features": caption}
 
@@ -282,7 +280,7 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="One hidden layer on noisy XOR, to convergence: alignment with the corners "
-    "falls as K grows or lambda shrinks; accuracy does not.",
+    paper="The paper trains one hidden layer on noisy XOR to convergence. Alignment "
+    "with the corners falls as K grows or lambda shrinks, but accuracy does not.",
     grid="periods",
 )

@@ -1,4 +1,4 @@
-"""The headline: K steps on each linearised model against damping 1/(eta K), on one axis.
+"""The main comparison: K steps on each linearised model against damping 1/(eta K).
 
 There are two ways to solve each linearised problem incompletely: stop its descent after K
 steps of size eta, or damp it by lambda. Both are swept over six orders of magnitude. At
@@ -16,9 +16,9 @@ initialisations and draws of the digits, which both solvers share.
 The results are compared in units of the task (points of test error, decades of RMSE), at
 the strengths at which both train. Where lambda is many times the largest eigenvalue both
 filters are equal by construction, and those strengths do not count. The verdicts are on
-four questions: whether the two end alike, which is better and why, which leaves more runs
-untrained, and whether the networks' risks stay within a theoretical bound for one linear
-problem (`benchmarks/linear_theory.py`).
+four questions: whether the two end with the same error, which is better and why, which
+leaves more runs untrained, and whether the networks' risks stay within a theoretical
+bound for one linear problem (`benchmarks/linear_theory.py`).
 
 A user's own task (`--task`) replaces all of these.
 """
@@ -186,7 +186,7 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="Not in the paper, which sweeps K and lambda apart from each other.",
+    paper="This experiment is not in the paper, which sweeps K and lambda separately.",
     grid="periods",
     runs_at_a_point=lambda settings: len(settings.periods),
     own=own,

@@ -99,9 +99,9 @@ def draw(settings: AnySettings, all_runs: Sequence[Runs], out: Path) -> Mapping[
     return captions | {
         "filters": (
             "The fraction of each eigencomponent of a linearised problem with squared "
-            f"error that is solved, by K steps and by damping at {len(shown)} matched "
-            "strengths; below, the kernel's eigenvalues, at initialisation and trained "
-            "by K steps at the middle one, of one seed."
+            f"error that K steps and damping solve, at {len(shown)} matched strengths. "
+            "Below: the kernel's eigenvalues for one seed, at initialisation and after "
+            "training by K steps at the middle strength."
         ),
         "theory": _theory_caption(settings, squared, by_task),
     }
@@ -113,16 +113,14 @@ def _caption(settings: AnySettings, tasks, by_task) -> str:
     number = sum(runs["stable"].size for runs in all_runs)
     dead = ""
     if any(task.can_die for task in tasks.values()):
-        dead = ", and the share of hidden units that are off on all training inputs"
+        dead = ", and share of hidden units that are off on all training inputs"
     return (
-        f"Test error, training loss, kernel alignment with initialisation{dead}, against "
-        "effective damping, "
-        f"lambda = 1/(eta K), medians and ranges of {_seeds(settings, tasks)}. "
-        f"{_setting(settings, tasks)} "
-        f"{diverged} of {number} runs diverged; where one did, no median is drawn. Grey "
-        f"are the strengths at which most runs of one of the two are not trained, to "
-        f"{thresholds.PART_OF_GUESSING:.0%} of the loss of the best constant outputs: "
-        f"{_untrained(tasks, by_task)}."
+        f"Test error, training loss, kernel alignment with initialisation{dead}, "
+        "against the effective damping lambda = 1/(eta K); medians and ranges over "
+        f"{_seeds(settings, tasks)}. At the grey strengths most runs of one of the two "
+        f"methods are not trained to {thresholds.PART_OF_GUESSING:.0%} of the loss of "
+        f"the best constant outputs. {diverged} of {number} runs diverged; no median is "
+        f"drawn where one did. {_setting(settings, tasks)}"
     )
 
 
@@ -130,7 +128,7 @@ def _seeds(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
     if RELU not in tasks:
         return f"{settings.seeds} seeds"
     more = settings.seeds * tasks[RELU].more_seeds
-    return f"{settings.seeds} seeds, of the quintic with squared error {more}"
+    return f"{settings.seeds} seeds ({more} for the quintic with squared error)"
 
 
 def _setting(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
@@ -139,7 +137,7 @@ def _setting(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
         task = tasks[OWN]
         said = (
             f"{settings.network}: {len(task.train[0]):,} training examples, "
-            f"{task.num_steps} outer steps, eta = {task.learning_rate:g}."
+            f"eta = {task.learning_rate:g}."
         )
         if task.loss.is_quadratic:
             return said
@@ -147,28 +145,23 @@ def _setting(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
     else:
         task = tasks[CLASSES]
         said = (
-            "Quintic: 20 points, a 5-layer network with ReLU, or with tanh, whose units "
-            f"cannot die, {settings.quintic_steps} outer steps, eta = "
-            f"{settings.quintic_rate:g}. Digits: {10 * settings.images_per_class} images "
-            f"and a 64-40-10 network, {settings.digits_steps} outer steps, eta = "
-            f"{settings.digits_rate:g}."
+            "The quintic is fitted at 20 points by a 5-layer network with ReLU or tanh, "
+            f"and {10 * settings.images_per_class} images of digits by a 64-40-10 "
+            "network."
         )
         where = "which on the digits"
-    said += f" With cross-entropy, from K = {FLOW_FROM:g} on the steps are gradient flow"
+    said += (
+        " With cross-entropy, K steps are computed as gradient flow from "
+        f"K = {FLOW_FROM:g} on"
+    )
     model, state = start(task, jax.random.key(0))
     if state is not None:
         return f"{said}."
     error = flow_error(model, task.train, task.loss, task.learning_rate, _CHECKED)
-    return f"{said}, {where} ends {error:.1e} of a step from {_CHECKED:,} literal ones."
-
-
-def _untrained(tasks: Mapping[str, Task], by_task) -> str:
-    def of(both):
-        dampings = both[DESCENT]["damping"][0]
-        left_out = dampings[~both_train(both[DESCENT], both[DAMPED])]
-        return ", ".join(f"{damping:.3g}" for damping in np.sort(left_out)) or "none"
-
-    return "; ".join(f"{task.title}: {of(by_task[name])}" for name, task in tasks.items())
+    return (
+        f"{said}, {where} differs by {error:.1e} of a step from {_CHECKED:,} literal "
+        "steps."
+    )
 
 
 def _difference_caption(settings: AnySettings, tasks: Mapping[str, Task], by_task) -> str:
@@ -184,13 +177,13 @@ def _difference_caption(settings: AnySettings, tasks: Mapping[str, Task], by_tas
 
     listed = "; ".join(of(name, task) for name, task in tasks.items())
     return (
-        "By how much K steps err more than damping of equal strength, at the strengths "
-        "at which both train and their filters differ, of the runs that are trained: "
-        f"means and 95 % bootstrap intervals of {_seeds(settings, tasks)}. Between the "
-        "grey lines the two are alike. Dotted: from damping that solves as much of the "
-        "kernel as K steps do, where most seeds have one. The numbers of strengths at "
-        "which the interval lies "
-        f"between the lines, above zero and below it: {listed}."
+        "Test error after K steps less that of damping of equal strength, at the "
+        "strengths at which both train and their filters differ; means and 95 % "
+        f"bootstrap intervals over {_seeds(settings, tasks)}. Between the grey lines "
+        "the two count as equal. Dotted: the difference from damping that solves as "
+        "much of the kernel as K steps do, where most seeds have one. Number of "
+        "strengths at which the interval lies between the lines, above zero and below "
+        f"zero: {listed}."
     )
 
 
@@ -378,9 +371,9 @@ def _draw_theory(
     labels = (
         "Test error of the networks\n(mean square)",
         r"Effective dimension $d(\lambda)$",
-        "Squared bias of one solution\nby the last kernel",
-        "Its variance,\nper unit of the noise's",
-        r"Risk, $K$ steps (or flow)" + "\nover damping",
+        "Squared bias of one solution\nwith the final kernel",
+        "Variance of this solution,\nrelative to the noise",
+        "Risk ratio, $K$ steps (or flow)\nover damping",
     )
     ridge = {**LOOKS[DAMPED], "label": r"damping $\lambda$ (ridge)"}
     flow = {**LOOKS[DESCENT], "label": r"$K$ steps (gradient flow, $t = 1/\lambda$)"}
@@ -404,7 +397,7 @@ def _draw_theory(
                 where_stable(damped, np.median(damped["squared_bias_repeated"], axis=0)),
                 ":",
                 color=BLACK,
-                label="as many damped steps by the last kernel",
+                label="as many damped steps with the final kernel",
             )
             _draw_ratios(risk, both[DESCENT], damped)
             error.set(xscale="log", title=task.title)
@@ -433,12 +426,12 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
     ratios = median_ratio(errors)[shown]
     ends = [interval(errors[:, :, i], lambda x: float(median_ratio(x))) for i in shown]
     low, high = np.array(ends).reshape(-1, 2).T
-    axes.plot(damping[shown], ratios, "o-", color=BLACK, label="of the networks, median")
+    axes.plot(damping[shown], ratios, "o-", color=BLACK, label="networks, median")
     if len(errors) > 1:
         axes.fill_between(damping[shown], low, high, color=BLACK, alpha=0.12, linewidth=0)
     for part, label, colour in (
-        ("squared_bias", "of a linear problem: bias", PURPLE),
-        ("variance", "of a linear problem: variance", GREEN),
+        ("squared_bias", "linear problem, squared bias", PURPLE),
+        ("variance", "linear problem, variance", GREEN),
     ):
         means = (damped[f"{part}_{filter}"].mean(axis=0) for filter in ("flow", "ridge"))
         axes.plot(
@@ -454,22 +447,18 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
 
 def _theory_caption(settings: AnySettings, tasks: Mapping[str, Task], by_task) -> str:
     return (
-        f"Tasks with squared error, medians and ranges of {_seeds(settings, tasks)}: the "
-        "networks' mean squared test error, and (dotted) what "
-        "as many damped steps come to if the linearisation is the last one from the "
-        "start. Of the kernel at the end of each run, with eigenvalues w, the effective "
-        "dimension, the sum of w/(w + lambda); and the squared bias and the variance of "
-        "learning the targets by it in one solution from the initial outputs, by flow at "
-        "the end of runs of K steps and by ridge at the end of damped ones, on "
-        f"{NUM_TEST:,} test outputs. The truth of the bias is the test targets; the "
-        "variance is of independent noise on the training targets. Below, the risk of K "
-        "steps over that of damping: of the networks, the median of the seeds, where "
-        "both train and the filters differ, with its 95 % bootstrap interval; and of "
-        "flow over ridge by the kernels of the damped runs, where with noise of any size "
-        "it is between the ratio of the biases and "
-        "that of the variances. The latter stays below the bound by theory, the former "
-        "on average over truths. Ratios are drawn up to "
-        f"{_LARGEST_RATIO}; the networks' largest medians: {_largest(tasks, by_task)}."
+        f"Tasks with squared error; medians and ranges over {_seeds(settings, tasks)}. "
+        "Top: the networks' mean squared test error, and (dotted) the error of as many "
+        "damped steps that all use the final linearisation. Then the effective "
+        "dimension of the final kernel, the sum of w/(w + lambda) over its eigenvalues "
+        "w, and the squared bias and the variance of fitting the targets once with this "
+        f"kernel, by flow after K steps and by ridge after damping, on {NUM_TEST:,} "
+        "test outputs. Bottom: the ratio of risks, for the networks and for linear "
+        "problems with the kernels of the damped runs. A linear problem's ratio lies "
+        "between its ratio of squared biases and its ratio of variances; in theory the "
+        "ratio of variances stays below the bound, and so does the ratio of squared "
+        "biases on average over targets. The largest medians are "
+        f"{_largest(tasks, by_task)}."
     )
 
 

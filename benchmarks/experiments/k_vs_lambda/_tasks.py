@@ -140,8 +140,8 @@ class Task:
     @property
     def difference(self) -> str:
         if self.in_decades:
-            return "log10 of test RMSE after K steps over that by damping"
-        return "test error after K steps less that by damping"
+            return "log10 of the ratio of test RMSE, K steps over damping"
+        return "difference in test error, K steps less damping"
 
     @property
     def margin(self) -> Threshold:
@@ -187,8 +187,9 @@ def _own(settings: OwnKVsLambda) -> Task:
     number = int(np.prod(shape[: len(shape) // 2]))
     if number > MOST_OUTPUTS:
         raise Refusal(
-            f"The task '{settings.data}' has {number:,} training outputs, and the kernel "
-            f"of them is too large; return fewer examples, of at most {MOST_OUTPUTS:,}."
+            f"The task '{settings.data}' has {number:,} training outputs, for which the "
+            f"kernel is too large; return fewer examples, with at most {MOST_OUTPUTS:,} "
+            "outputs."
         )
     rate = settings.learning_rate
     if rate is None:
@@ -229,7 +230,7 @@ def _quintic(settings: KVsLambda) -> Task:
 def _smooth_quintic(settings: KVsLambda) -> Task:
     return dataclasses.replace(
         _quintic(settings),
-        title="Quintic by tanh, squared error",
+        title="Quintic with tanh, squared error",
         make_model=functools.partial(quintic_mlp, activation=jnp.tanh),
         can_die=False,
     )

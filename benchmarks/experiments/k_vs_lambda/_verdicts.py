@@ -1,8 +1,9 @@
 """The verdicts, at the strengths at which both train and their filters differ.
 
-There are four questions. Do the networks end alike, in units of the task? Which of the
-two is better, and why? Which leaves more runs untrained, at strengths at which most are
-trained? Does the networks' risk stay within the theoretical bound for one linear problem?
+There are four questions. Do the networks end with the same error, in units of the task?
+Which of the two is better, and why? Which leaves more runs untrained, at strengths at
+which most are trained? Does the networks' risk stay within the theoretical bound for one
+linear problem?
 
 At equal strength K steps solve more of each component than damping (`filters`),
 especially if its eigenvalue is near lambda. If this causes the difference, K steps end
@@ -53,7 +54,12 @@ from ._tasks import (
 Both = tuple[Runs, Runs]
 """The runs by K steps and by damping."""
 PerSeed = Float[ndarray, " seeds"]
-WHERE = "mean over the strengths at which both train and the filters differ, a seed"
+CORRELATION = (
+    "Spearman's correlation, over the strengths, of the differences between K steps and "
+    "damping"
+)
+COMPARED = "over the strengths at which both train and the filters differ"
+WHERE = f"mean {COMPARED}"
 
 
 def judge_all(settings: AnySettings, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -98,7 +104,8 @@ def judge_all(settings: AnySettings, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 def _alike(task: Task, parts: PerRun) -> Verdict:
     return judge(
-        f"{task.title}: K steps and damping of equal strength end alike",
+        f"{task.title}: K steps and damping of equal strength end with the same test "
+        "error",
         f"{task.difference}, {WHERE}",
         mean_of_seed(parts),
         task.margin,
@@ -107,7 +114,7 @@ def _alike(task: Task, parts: PerRun) -> Verdict:
 
 def _better(task: Task, parts: PerRun) -> Verdict:
     return judge(
-        f"{task.title}: damping is better than K steps of equal strength",
+        f"{task.title}: damping has a smaller test error than K steps of equal strength",
         f"{task.difference}, {WHERE}",
         mean_of_seed(parts),
         thresholds.RISES,
@@ -118,21 +125,23 @@ def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
     parts, left = difference(task, *both), difference_at_equal_solution(task, *both)
     whole = mean_of_seed(np.where(np.isfinite(left), parts, np.nan))
     untested = "" if better.outcome == CONFIRMED else "no excess is confirmed"
+    error = "log10 test RMSE" if task.in_decades else "test error"
     return [
         judge(
-            f"{task.title}: K steps are nearly as good as damping that solves as much",
-            f"{task.difference}, mean of the seeds, less twice the size of what is left "
-            "of it from damping that solves as much of the kernel in the end; each "
-            f"{WHERE}",
+            f"{task.title}: K steps are nearly as good as damping that solves as much "
+            "of the kernel",
+            f"{task.difference} of equal strength, less twice the absolute difference "
+            "from damping that solves as much of the final kernel; each a mean over the "
+            f"seeds and {COMPARED}",
             _together(whole, mean_of_seed(left)),
             thresholds.MOST_OF_IT,
             statistic=_less_twice,
             untested=untested,
         ),
         judge(
-            f"{task.title}: they part the more, the more lies between their filters",
-            f"Spearman's correlation of {task.difference} with how much more of the "
-            "kernel's components K steps solve, over the strengths, a seed",
+            f"{task.title}: the difference in test error grows with the difference "
+            "between the filters",
+            f"{CORRELATION} in {error} and in the solved part of the kernel",
             _correlations(solves_more(task, both[0]), parts),
             thresholds.GOES_WITH,
             untested=untested,
@@ -155,10 +164,9 @@ def _less_twice(values: Float[ndarray, "seeds 2"]) -> float:
 
 def _thrown_off(task: Task, both: Both) -> Verdict:
     return judge(
-        f"{task.title}: K steps throw more runs off than damping",
-        "share of the runs that are not trained after K steps less that by damping, mean "
-        "over the strengths at which one of the two trains and the filters differ, a "
-        "seed",
+        f"{task.title}: K steps leave more runs untrained than damping",
+        "difference in the share of untrained runs, K steps less damping, mean over the "
+        "strengths at which at least one of the two trains and the filters differ",
         mean_of_seed(more_thrown_off(*both)),
         thresholds.RISES,
     )
@@ -167,7 +175,7 @@ def _thrown_off(task: Task, both: Both) -> Verdict:
 def _by_units(
     by_task: Mapping[str, Both], parts: Mapping[str, PerRun], exceeds: bool
 ) -> list[Verdict]:
-    log_ratio = "log10 of test RMSE after K steps over that by damping"
+
     relu, smooth = mean_of_seed(parts[RELU]), mean_of_seed(parts[SMOOTH])
     dead = apart(*by_task[RELU], "dead")
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -177,31 +185,32 @@ def _by_units(
         )
     return [
         judge(
-            "On the quintic K steps leave more units dead than damping",
-            "share of hidden units that are off on all training inputs after K steps "
-            f"less that by damping, {WHERE}",
+            "On the quintic K steps leave more hidden units dead than damping",
+            "difference in the share of hidden units that are off on all training "
+            f"inputs, K steps less damping, {WHERE}",
             mean_of_seed(dead),
             thresholds.RISES,
         ),
         judge(
-            "On the quintic K steps err more where they leave more units dead",
-            f"Spearman's correlation of {log_ratio} with the share of hidden units dead "
-            "after K steps less that by damping, over the strengths, a seed",
+            "On the quintic the excess error of K steps is larger where they leave more "
+            "hidden units dead",
+            f"{CORRELATION} in log10 test RMSE and in the share of dead hidden units",
             _correlations(dead, parts[RELU]),
             thresholds.GOES_WITH,
         ),
         judge(
-            "On the quintic K steps err more where they fit the training points less",
-            f"Spearman's correlation of {log_ratio} with that of the training losses, "
-            "over the strengths, a seed",
+            "On the quintic the excess error of K steps is larger where they fit the "
+            "training points less well",
+            f"{CORRELATION} in log10 test RMSE and in log10 training loss",
             _correlations(apart(a, b, "log_loss"), parts[RELU]),
             thresholds.GOES_WITH,
         ),
         judge(
-            "With tanh, whose units cannot die, less than half of the excess on the "
-            "quintic is left",
-            f"{log_ratio}, mean of the seeds, with ReLU less twice the size of that with "
-            f"tanh; each {WHERE}",
+            "With tanh, whose units cannot die, less than half of the excess error on "
+            "the quintic remains",
+            "log10 of the ratio of test RMSE, K steps over damping, with ReLU less "
+            "twice the absolute value with tanh; each a mean over the seeds and "
+            f"{COMPARED}",
             _together(relu, smooth),
             thresholds.MOST_OF_IT,
             statistic=_less_twice,
@@ -216,10 +225,10 @@ def _correlations(x: PerRun, y: PerRun) -> list[float]:
 
 def _bounded(task: Task, both: Both) -> Verdict:
     return judge(
-        f"{task.title}: the networks' risk after K steps stays within the bound of a "
-        "linear problem",
-        "mean squared test error after K steps over that by damping, median of the "
-        "seeds, the largest of all strengths at which both train and the filters differ",
+        f"{task.title}: the risk of K steps relative to damping stays within the bound "
+        "for a linear problem",
+        "ratio of mean squared test errors, K steps over damping, median over the "
+        "seeds, largest over the strengths at which both train and the filters differ",
         squared_errors(*both),
         thresholds.FLOW_AGAINST_RIDGE,
         statistic=largest_ratio,

@@ -10,7 +10,7 @@ from ..._results import write_whole
 from ...experiment import only, Runs, select
 from ...figures import figure
 from ._settings import Optimisers, Outcome, outcome
-from .methods import FREQUENCY, METHODS, MOMENTUM, PERIOD, TOLERANCE
+from .methods import METHODS, PERIOD
 from .tasks import Task
 
 
@@ -81,10 +81,14 @@ def draw(settings: Optimisers, all_runs: Sequence[Runs], out: Path) -> Mapping[s
             for panel, name in zip(row, ("steps", "seconds"), strict=True):
                 _dots(settings, panel, all_runs, task, name)
         for panel, label in zip(panels[-1], ("Steps", "Seconds"), strict=True):
-            panel.set_xlabel(f"{label} to the target")
+            panel.set_xlabel(f"{label} to the target loss")
         handles, labels = panels[0, 0].get_legend_handles_labels()
         drawing.legend(
-            handles, labels, loc="outside upper center", ncols=len(labels), title="Batch"
+            handles,
+            labels,
+            loc="outside upper center",
+            ncols=len(labels),
+            title="Batch size",
         )
     sizes = [task.batch_sizes for task in settings.tasks]
     columns = max(map(len, sizes))
@@ -99,41 +103,19 @@ def draw(settings: Optimisers, all_runs: Sequence[Runs], out: Path) -> Mapping[s
             row[0].set_ylabel("Loss")
         handles, labels = panels[0, 0].get_legend_handles_labels()
         drawing.legend(handles, labels, loc="outside lower center", ncols=4)
-    about = _about(settings)
     return {
-        "optimisers": "Steps and seconds to the target: medians of the seeds, and ranges "
-        "of those that reach it; a cross at the right edge is where half of the runs or "
-        f"more do not. {about}",
-        "optimisers_curves": "The loss of each seed over steps and over seconds; dotted, "
-        f"the target of the first. {about}",
+        "optimisers": "Steps and seconds to the target loss: medians over "
+        f"{settings.seeds} seeds, and ranges of the seeds that reach it. A cross at "
+        "the right edge means that at least half of the runs do not reach it. The "
+        f"target lies {settings.part_of_guessing:g} of the loss of guessing above "
+        "the smallest attainable loss. Each method has one parameter: of "
+        f"{settings.num_trials} values, the one is used that takes the fewest steps "
+        "on a seed that is not judged. These values and the other settings are in "
+        "benchmarks/experiments/optimisers/methods.py. The time is that of the "
+        "process, without compilation and without evaluating the loss.",
+        "optimisers_curves": "The loss of each seed over steps and over seconds. The "
+        "dotted line is the target of the first seed.",
     }
-
-
-def _about(settings: Optimisers) -> str:
-    tasks = "; ".join(
-        f"{task.name}: {task.says}, given up after about {task.most_passes:,} passes "
-        "through the network on a batch"
-        for task in settings.tasks
-    )
-    chosen = "; ".join(
-        f"{name}: {METHODS[name].parameter} of "
-        + ", ".join(f"{value:g}" for value in sorted(settings.tried(name)))
-        for name in settings.methods
-    )
-    return (
-        f"The target is {settings.part_of_guessing:g} of the loss of guessing above what "
-        "is attainable: nothing on all training images, and on fresh text the loss of "
-        f"whoever knows the grammar. {tasks}. Each value of a method's one parameter has "
-        "a trial on a seed that is not judged, and that with the fewest steps is run on "
-        f"{settings.seeds} others, constant throughout: {chosen}. SGD has a momentum of "
-        f"{MOMENTUM:g}; SOAP updates its eigenvectors at intervals of {FREQUENCY}; "
-        f"prox-linear problems are solved to {TOLERANCE:g} of their first gradient; "
-        f"iterative linearisation takes {PERIOD} gradient steps, each on "
-        "its own batch, on each linearisation, and a step is one of them; what else is "
-        "to be set is as gnlin, optax and SOAP's authors have it. gnlin's by gnlin.fit, "
-        "optax's in a compiled loop. Single precision, looks at ten per cent more steps "
-        "each; time of the process, without looks and compilation."
-    )
 
 
 def _dots(

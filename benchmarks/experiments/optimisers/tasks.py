@@ -47,11 +47,6 @@ class Task:
         """Return the largest number of steps, at two passes each."""
         return self.most_passes // 2
 
-    @property
-    def says(self) -> str:
-        """Return a description for a caption."""
-        raise NotImplementedError
-
     def draw(self, seed: int, place: Place, part: float) -> Drawn:
         """Draw the model, the data and the target. The target lies `part` of the loss of
         guessing above the least attainable loss."""
@@ -64,10 +59,6 @@ class Images(Task):
 
     data: str = "digits"
     network: str = "digits-mlp"
-
-    @property
-    def says(self) -> str:
-        return f"{self.network} on {self.data}"
 
     def draw(self, seed: int, place: Place, part: float) -> Drawn:
         settings = training.Images(data=self.data, network=self.network)
@@ -88,13 +79,6 @@ class Text(Task):
     width: int = 16
     depth: int = 1
     heads: int = 2
-
-    @property
-    def says(self) -> str:
-        return (
-            f"causal transformer of depth {self.depth}, width {self.width}, on "
-            f"{self.num_texts:,} texts of {self.length} characters"
-        )
 
     def draw(self, seed: int, place: Place, part: float) -> Drawn:
         del place
