@@ -216,13 +216,13 @@ def judge_all(settings: Tuning, all_runs: Sequence[Runs]) -> list[Verdict]:
             ratio = "log10 of the default's training loss over the best setting's"
             verdicts += [
                 judge(
-                    f"{where}: the default's loss is close to the best setting's on average",
+                    f"{where}: on average, the default's loss is close to the best",
                     f"{ratio}, mean over the tasks",
                     np.mean(excesses, axis=0),
                     thresholds.NEAR_BEST_SETTING,
                 ),
                 judge(
-                    f"{where}: the default's loss is close to the best setting's on each task",
+                    f"{where}: on each task, the default's loss is close to the best",
                     f"{ratio}, median over the seeds of the task where it is largest",
                     np.transpose(excesses),
                     thresholds.WORST_OF_TASKS,
