@@ -49,7 +49,7 @@ LOWEST = 1e-6
 class Tuning(Settings):
     seeds: int = 6
     """At least six are needed to decide that no run diverges."""
-    tasks: tuple[str, ...] = tuple(TASKS)
+    tasks: tuple[str, ...] = ("MLP, tanh", "MLP, dropout", "transformer", "regression")
     batch_sizes: tuple[int, ...] = (16, 128, 1024)
     steps: tuple[int, ...] = (20, 100, 400)
     """The numbers of steps at which runs are compared."""
@@ -70,7 +70,7 @@ QUICK = dataclasses.replace(
     long_batch=16,
     long_steps=6,
 )
-FULL = dataclasses.replace(EMBEDDED, seeds=20, most_examples=500_000)
+FULL = dataclasses.replace(EMBEDDED, seeds=20, tasks=tuple(TASKS), most_examples=500_000)
 
 
 def points(settings: Tuning) -> list[Point]:
