@@ -161,7 +161,7 @@ def leading(
         problems*, SIAM J. Matrix Anal. Appl. 22 (2000).
     """
     check_finite_positive("tolerance", tolerance)
-    product, n, dtype = _smaller_side(lin.jacobian)
+    product, n, dtype = _smaller_side(lin)
     check_count("k", k)
     if k > n:
         raise ValueError(
@@ -236,7 +236,7 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
     """
     _check_several("num_probes", num_probes)
     key = as_key(key)
-    product, n, dtype = _smaller_side(lin.jacobian)
+    product, n, dtype = _smaller_side(lin)
     if num_probes >= n:
         each = jax.lax.map(lambda e: jnp.vdot(e, product(e)), jnp.eye(n, dtype=dtype))
         return Estimate(jnp.sum(each), jnp.zeros((), dtype))
@@ -332,7 +332,7 @@ def _quadratures(
     check_finite_positive("damping", damping)
     _check_several("num_probes", num_probes)
     check_count("num_steps", num_steps)
-    product, n, dtype = _smaller_side(lin.jacobian)
+    product, n, dtype = _smaller_side(lin)
 
     def of_probe(key: Key[Array, ""]) -> Scalar:
         of_signs, of_steps = jax.random.split(key)
@@ -348,11 +348,16 @@ def _mean(each: Float[Array, " probes"]) -> Estimate:
     return Estimate(jnp.mean(each), jnp.std(each, ddof=1) / each.size**0.5)
 
 
-def _smaller_side(
-    jacobian: AbstractJacobian,
-) -> tuple[_lanczos.Product, int, jnp.dtype]:
+def _smaller_side(lin: Linearisation) -> tuple[_lanczos.Product, int, jnp.dtype]:
     """Return products with the kernel or the curvature, whichever is smaller, its size n,
     and the dtype that its precision deserves."""
+    jacobian = getattr(lin, "jacobian", None)
+    if jacobian is None:
+        raise TypeError(
+            "`lin` must be a linearisation, such as `gnlin.linearise(fn, y, args)` or "
+            "`gnlin.features.linearise_model(model, inputs)`, but a "
+            f"{type(lin).__name__} was given."
+        )
     coarsest = max(jacobian.codomain.eps, jacobian.domain.eps)
     is_double = coarsest <= jnp.finfo(jnp.float64).eps
     dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)

@@ -1,7 +1,9 @@
 """Iterative linearisation, compared with K literal steps on the linearised model."""
 
 import math
+import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,3 +289,21 @@ def test_a_period_is_the_same_number_as_a_float():
     periods = [gnlin.IterativeLinearisation(k, 0.1).period for k in (50, 50.0, math.inf)]
     assert periods == [50, 50, math.inf]
     assert [type(k) for k in periods] == [int, int, float]
+
+
+def test_many_literal_steps_are_announced():
+    """They are traced only, since they would take minutes."""
+    model = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    data, loss = (jnp.ones((5, 2)), jnp.zeros(5, int)), gnlin.SoftmaxCrossEntropy()
+
+    def lowered(**settings):
+        solver = gnlin.IterativeLinearisation(10**6, 1e-5, **settings)
+        run = lambda data: gnlin.solve(model, data, solver, loss=loss, max_steps=1).loss
+        return jax.jit(run).lower(data)
+
+    with pytest.warns(UserWarning, match='takes 1,000,000 steps one by one .*"flow"'):
+        lowered()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered(method="flow")
+        lowered(form="quadratic")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+import optimistix as optx
 import pytest
 import scipy.optimize
 import scipy.special
@@ -452,3 +453,28 @@ def test_the_loss_of_a_limit(dtype):
     np.testing.assert_allclose(found, curvature, rtol=max(rtol, 1e-6))
     below = gnlin.losses.TobitNLL(-1).elementwise(jnp.asarray(-z), zero)
     np.testing.assert_array_equal(below, value)
+
+
+@pytest.mark.slow
+def test_many_parameters_take_exact_steps():
+    """Twenty spots on an image of counts. By conjugate gradients that stop early, as for
+    networks, the fit takes 81 steps."""
+    rng, n = np.random.default_rng(1), 48
+    across, down = np.meshgrid(np.arange(n) * 1.0, np.arange(n) * 1.0)
+    x, y = (each.ravel() for each in np.meshgrid(np.linspace(6, 42, 5), [6, 18, 30, 42]))
+    true = {"size": rng.uniform(200, 600, 20), "x": x, "y": y}
+    true["width"] = rng.uniform(2, 4, 20)
+
+    def image(p, at):
+        squares = [(at[k][..., None] - p[k]) ** 2 for k in ("x", "y")]
+        spots = jnp.exp(-0.5 * sum(squares) / p["width"] ** 2)
+        return 5.0 + jnp.sum(p["size"] * spots, -1)
+
+    at = {"x": across, "y": down}
+    counts = rng.poisson(np.asarray(image(true, at)))
+    start = {"size": np.full(20, 300.0), "width": np.full(20, 3.0)}
+    start |= {"x": x + rng.normal(0, 0.7, 20), "y": y + rng.normal(0, 0.7, 20)}
+    loss = gnlin.losses.PoissonNLL(log_input=False)
+    fit = gnlin.curve_fit(image, at, counts, start, loss=loss)
+    assert fit.result == optx.RESULTS.successful
+    assert fit.num_steps <= 20

@@ -422,3 +422,9 @@ def test_error_messages(run, words):
     assert message.endswith(".")
     assert "\n" not in message
     assert ". " not in message
+
+
+def test_a_model_in_place_of_its_linearisation():
+    model = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="`lin` must be a linearisation, such as"):
+        gnlin.spectra.leading(model, 1)

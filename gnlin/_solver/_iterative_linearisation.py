@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from typing import Any, Literal
 
 import equinox as eqx
@@ -63,6 +64,20 @@ def _is_endless(period: ScalarLike) -> bool:
     return isinstance(period, float) and math.isinf(period)
 
 
+# From this period on, literal steps take many seconds.
+_MANY = 100_000
+
+
+def _warn_of_many_steps(period: Any) -> None:
+    if isinstance(period, int | float) and _MANY <= period < math.inf:
+        warnings.warn(
+            f"`IterativeLinearisation` takes {period:,.0f} steps one by one at each "
+            "linearisation, because the loss is not squared error: pass "
+            '`method="flow"` for gradient flow of the same time, or `form="quadratic"`.',
+            stacklevel=2,
+        )
+
+
 class IterativeLinearisation(AbstractGaussNewton):
     r"""Train the linearised model for K steps of gradient descent, then linearise again.
 
@@ -98,7 +113,8 @@ class IterativeLinearisation(AbstractGaussNewton):
     - `method`: the way to compute the K steps: on a spectrum (`"svd"`, `"eigh"`; for
         quadratic problems), one by one with the kernel (`"kernel"`) or by passes through
         the model (`"matrix-free"`), in the cheapest of these ways (`"auto"`), or by
-        gradient flow for the time $K\eta$ with error control (`"flow"`).
+        gradient flow for the time $K\eta$ (`"flow"`), with local errors below $10^{-6}$
+        of the step ($10^{-4}$ in single precision).
     - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
         [`gnlin.authoring.AbstractGaussNewton`][].
 
@@ -249,6 +265,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         problem = problem_of(self.form, objective, lin)
         if self.method == "kernel":
             problem = ProxLinear(lin.jacobian, lin.outputs, objective)
+        elif self.method == "auto" and isinstance(problem, ProxLinear):
+            _warn_of_many_steps(self.period)
         method = "auto" if self.method == "flow" else self.method
         return choose(problem, self.filter(longest), num_trials, method)
 

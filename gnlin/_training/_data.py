@@ -118,7 +118,8 @@ def _lengths(name: str, tree: PyTree) -> set[int]:
         raise ValueError(f"There is no data: the {name} hold no array.")
     if any(leaf.ndim == 0 for leaf in leaves):
         raise ValueError(
-            f"The {name} must have a leading axis over examples, but hold a scalar."
+            f"The {name} must have a leading axis over examples, but hold a scalar; "
+            "convert a list of numbers to an array by `jnp.array`."
         )
     if any(jnp.iscomplexobj(leaf) for leaf in leaves):
         raise ValueError(f"The {name} must be real, but are complex.")

@@ -193,6 +193,7 @@ def on_host(tree: PyTree) -> PyTree:
 def in_words(result: str, num_steps: int, why: str = "") -> str:
     """Return `Solution.reason`; `why` explains a failure."""
     if result == "nonlinear_max_steps_reached":
-        return f"all {num_steps} steps were made"
+        all_of = "the only step was" if num_steps == 1 else f"all {num_steps} steps were"
+        return f"{all_of} made"
     ended = "converged" if result == "successful" else why.split(";")[0]
     return f"step {num_steps}: {ended}"
