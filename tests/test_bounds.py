@@ -316,3 +316,29 @@ def test_the_curvature_between_bounds_is_summed_over_parts():
     assert memory.temp_size_in_bytes < rows.nbytes / 4
     rows[:, :3] = 0
     np.testing.assert_allclose(compiled(point, x), rows.T @ rows, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(bounds=(0, 1), method="matrix-free"),
+        gnlin.TruncatedGaussNewton(0.1, bounds=(0, 1)),
+        gnlin.DampedGaussNewton(1e-9, bounds=(0, 1), method="curvature"),
+    ],
+)
+def test_many_bounds_that_bind(solver):
+    """Against SciPy. Half of 300 parameters end at a bound, and are held many at a
+    time."""
+    rng = np.random.default_rng(0)
+    matrix, b = rng.normal(size=(400, 300)), 8 * rng.normal(size=400)
+    exact = scipy.optimize.lsq_linear(matrix, b, (0, 1), method="bvls", tol=1e-14).x
+    assert np.sum((exact == 0) | (exact == 1)) > 150
+    solution = optx.least_squares(
+        lambda y, data: data[0] @ y - data[1],
+        solver,
+        jnp.full(300, 0.5),
+        (jnp.asarray(matrix), jnp.asarray(b)),
+        max_steps=50,
+    )
+    np.testing.assert_allclose(solution.value, exact, atol=1e-7)
+    assert solution.stats["num_steps"] < 20

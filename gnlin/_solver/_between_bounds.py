@@ -15,8 +15,9 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 
 
-# The most faces that one step follows.
-_MOST_FACES = 100
+# The most faces that one step follows. More parameters are held many at a time, in at
+# most so many rounds.
+_MOST_FACES, _MOST_ROUNDS = 100, 10
 
 Again = Callable[[Linearisation], PyTree[Array]]
 """A function that solves another linearised problem in the same way, for its step."""
@@ -46,10 +47,11 @@ def between_bounds(
     The step is followed until a parameter reaches its bound and is held there. The
     linearised problem is then solved again for the other parameters and its step is
     followed, until a solution lies within the box. The linearised objective falls all
-    along the path. Without `again`, the step is cut at the first bound, or each parameter
-    at its own, whichever lowers the linearised objective more. With `inverse` no further
-    factorisation is needed: when a parameter is held, the others move along a column of
-    the inverse.
+    along the path. If there are many parameters, all that the step takes across a bound
+    are held at once. Without `again`, the step is cut at the first bound, or each
+    parameter at its own, whichever lowers the linearised objective more. With `inverse`
+    no further factorisation is needed: when a parameter is held, the others move along a
+    column of the inverse.
 
     ??? cite "Reference"
 
@@ -66,8 +68,11 @@ def between_bounds(
     def next_face(path: _Path) -> _Path:
         ahead = jax.tree.map(jnp.subtract, path.target, path.step)
         y, at_bound = box.followed(_tree.axpy(1, path.step, point), ahead)
+        return solved_again(jax.tree.map(jnp.subtract, y, point), at_bound, path)
+
+    def solved_again(step: PyTree, at_bound: PyTree, path: _Path) -> _Path:
+        """Solve for the parameters that are not at a bound after a step."""
         held = jax.tree.map(jnp.logical_or, path.held, at_bound)
-        step = jax.tree.map(jnp.subtract, y, point)
         fixed = jax.tree.map(lambda h, d: jnp.where(h, d, 0), held, step)
         outputs = _tree.axpy(1, lin.jvp(fixed), lin.outputs)
         assert again is not None
@@ -75,21 +80,30 @@ def between_bounds(
         target = jax.tree.map(jnp.where, held, fixed, _tree.cast_like(free, point))
         return _Path(step, target, held, path.num_faces + 1)
 
-    def goes_on(path: _Path) -> Bool[Array, ""]:
-        return box.is_left(point, path.target) & (path.num_faces < _MOST_FACES)
+    def with_all_held(path: _Path) -> _Path:
+        """Hold all parameters that the target takes across a bound."""
+        step = jax.tree.map(jnp.subtract, box.moved(point, path.target), point)
+        crossed = jax.tree.map(lambda d, t: d != t, step, path.target)
+        return solved_again(step, crossed, path)
+
+    def followed(onwards: Callable[[_Path], _Path], most: int) -> _Path:
+        no = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), point)
+        start = _Path(_tree.zeros_like(step), step, no, jnp.array(0))
+        goes_on = lambda path: box.is_left(point, path.target) & (path.num_faces < most)
+        return forwards_only(jax.lax.while_loop(goes_on, onwards, start))
 
     def bent():
         if inverse is not None:
             return _walked(box, point, step, inverse())
-        if again is None:
-            ends = box.followed(point, step)[0], lin.moved(step)
-            one, other = (jax.tree.map(jnp.subtract, y, point) for y in ends)
-            return _tree.where(predicted(one) >= predicted(other), one, other)
-        no = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), point)
-        start = _Path(_tree.zeros_like(step), step, no, jnp.array(0))
-        path = forwards_only(jax.lax.while_loop(goes_on, next_face, start))
-        unsolved = box.is_left(point, path.target)
-        return _tree.where(unsolved, path.step, path.target)
+        are_many = _tree.size(point) > _MOST_FACES
+        if again is not None and not are_many:
+            path = followed(next_face, _MOST_FACES)
+            unsolved = box.is_left(point, path.target)
+            return _tree.where(unsolved, path.step, path.target)
+        target = step if again is None else followed(with_all_held, _MOST_ROUNDS).target
+        ends = box.followed(point, step)[0], lin.moved(target)
+        one, other = (jax.tree.map(jnp.subtract, y, point) for y in ends)
+        return _tree.where(predicted(one) >= predicted(other), one, other)
 
     step = jax.lax.cond(box.is_left(point, step), bent, lambda: step)
     return step, predicted(step)
