@@ -408,7 +408,8 @@ OLDER = "Run before the latest change to gnlin: "
 
 def _older(found: Sequence[Found]) -> list[Block]:
     names = [result.name for result in found if result.older]
-    return [Paragraph([f"{OLDER}{', '.join(names)}."])] if names else []
+    listed = "all of them" if len(names) == len(found) > 1 else ", ".join(names)
+    return [Paragraph([f"{OLDER}{listed}."])] if names else []
 
 
 def _where(groups: Sequence[Sequence[Found]]) -> list[Block]:
