@@ -222,10 +222,13 @@ def solve(
         ended, why = result_name(result), ""
         if ended not in _WELL:
             why = why_it_failed(setting, carry)
-            example = not_finite(*batch) if groups is None else where_not_finite(groups)
+            row = {name: x[-1] for name, x in rows.items() if len(x)}
+            given = (
+                not_finite(*batch) if groups is None else where_not_finite(groups, row)
+            )
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
-                f"{why} {example}".rstrip()
+                f"{why} {given}".rstrip()
             )
         reason = in_words(ended, num_steps, why)
         if is_interrupted:

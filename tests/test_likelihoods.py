@@ -478,3 +478,12 @@ def test_many_parameters_take_exact_steps():
     fit = gnlin.curve_fit(image, at, counts, start, loss=loss)
     assert fit.result == optx.RESULTS.successful
     assert fit.num_steps <= 20
+
+
+def test_a_rate_in_place_of_its_logarithm():
+    x = np.linspace(0, 3, 30)
+    counts = np.random.default_rng(0).poisson(2000 * np.exp(-x))
+    rate = lambda p, x: p["a"] * jnp.exp(-p["k"] * x)
+    start = {"a": 1500.0, "k": 0.5}
+    with pytest.warns(UserWarning, match="pass `log_input=False` if `f` is a rate"):
+        gnlin.curve_fit(rate, x, counts, start, loss=gnlin.losses.PoissonNLL())

@@ -413,3 +413,7 @@ def test_an_example_that_is_not_finite_is_named():
     groups = {"a": gnlin.Residuals(boundary, EDGES.at[3, 0].set(jnp.nan))}
     with pytest.warns(UserWarning, match="Example 3 of the group 'a' is not finite"):
         gnlin.solve(NET, groups, gnlin.DampedGaussNewton(1.0))
+    groups = {"a": gnlin.Residuals(boundary, EDGES)}
+    groups["b"] = gnlin.Residuals(lambda net, x: jnp.log(-(net(x) ** 2)), EDGES)
+    with pytest.warns(UserWarning, match="The loss of the group 'b' is not finite"):
+        gnlin.solve(NET, groups, gnlin.DampedGaussNewton(1.0))

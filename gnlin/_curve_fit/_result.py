@@ -132,10 +132,14 @@ class CurveFit(eqx.Module):
         if int(self._end.nonfinite.point) >= 0:
             return what_is_not_finite(self)
         if name == "nonfinite" and not np.isfinite(self._end.loss):
-            if isinstance(self._setting.loss, Likelihood):
+            loss = self._setting.loss
+            if isinstance(loss, Likelihood):
+                rate = ""
+                if getattr(loss.loss, "log_input", False):
+                    rate = "pass `log_input=False` if `f` is a rate, "
                 return (
-                    "the loss is not finite at `f(start, x)`: start elsewhere, or set "
-                    "bounds"
+                    f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or "
+                    "set bounds"
                 )
             return "`f` is not finite at the start: start elsewhere, or set bounds"
         if name == "stagnation" and self._setting.curve.has_loops:
