@@ -49,7 +49,7 @@ LOWEST = 1e-6
 class Tuning(Settings):
     seeds: int = 6
     """At least six are needed to decide that no run diverges."""
-    tasks: tuple[str, ...] = ("MLP, tanh", "MLP, dropout", "transformer", "regression")
+    tasks: tuple[str, ...] = ("MLP, tanh", "MLP, dropout", "regression")
     batch_sizes: tuple[int, ...] = (16, 128, 1024)
     steps: tuple[int, ...] = (20, 100, 400)
     """The numbers of steps at which runs are compared."""
