@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 from jaxtyping import Float
+from matplotlib.ticker import NullFormatter
 from numpy import ndarray
 
 import gnlin
@@ -299,9 +300,12 @@ def draw(settings: Tuning, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
                 xscale="log",
                 xlabel="Training loss over the best setting's",
             )
-            panel.legend(loc="upper right", fontsize=8)
+            panel.set_xticks(_RATIOS, [f"{ratio:g}" for ratio in _RATIOS])
+            panel.xaxis.set_minor_formatter(NullFormatter())  # labels would overlap
         panels[0].set_yticks(range(len(settings.tasks)), settings.tasks)
         panels[0].invert_yaxis()
+        handles, labels = panels[0].get_legend_handles_labels()
+        drawing.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     caption = (
         "The training loss of the default divided by that of the best setting, whose "
         f"name stands at the right. A point is one of {settings.seeds} seeds. The best "
@@ -312,6 +316,7 @@ def draw(settings: Tuning, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
 
 
 _COLOURS = ORANGE, BLUE, GREEN
+_RATIOS = 0.5, 1, 1.5, 2, 3
 
 
 EXPERIMENT = Experiment(
