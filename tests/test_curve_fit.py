@@ -414,6 +414,20 @@ def check_fit_of(kept, fit):
     assert fit.degrees_of_freedom == int(kept.sum()) - 3
 
 
+def test_a_traced_missing_value_is_not_left_out():
+    fit = lambda y, **options: gnlin.curve_fit(decay, X, y, START, **options).parameters
+    y = np.where(X[3] == X, np.nan, Y)
+    omitted = jax.jit(lambda y: fit(y, nan_policy="omit"))(y)
+    np.testing.assert_allclose(values(omitted), values(fit(y, nan_policy="omit")))
+    result = jax.jit(lambda y: gnlin.curve_fit(decay, X, y, START).result._value)(y)
+    assert result == optx.RESULTS.nonfinite._value
+
+
+def test_fixed_with_values():
+    with pytest.raises(ValueError, match="put the values into `start`"):
+        gnlin.curve_fit(decay, X, Y, START, fixed={"c": 0.3})
+
+
 def test_missing_values():
     y = Y.copy()
     y[[7, 30]] = np.nan

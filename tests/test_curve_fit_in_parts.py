@@ -383,3 +383,10 @@ def test_what_needs_all_data_is_refused():
 
     with pytest.raises(ValueError, match=r"yielded 1,000 points .* and 999"):
         of(shrinking, None)
+
+
+def test_two_kinds_of_errors():
+    x, y = np.linspace(0, 1, 8), np.ones(8)
+    parts = [(x, y, np.full(8, 0.1))]
+    with pytest.raises(ValueError, match="leave the argument `sigma` out"):
+        gnlin.curve_fit(lambda p, x: p["a"] + x, parts, None, {"a": 1.0}, sigma=0.2)

@@ -892,3 +892,26 @@ def test_single_precision():
     leaves = jax.tree.leaves(eqx.filter(result.model, eqx.is_array))
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
     assert result.history["loss"][-3:].sum() < result.history["loss"][:3].sum()
+
+
+def test_a_first_batch_without_a_loss_is_no_measure():
+    """The loss of the others is infinitely many times its own."""
+    x = np.linspace(-1, 1, 60)[:, None]
+    model = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
+    last = lambda m: (m.layers[-1].weight, m.layers[-1].bias)
+    model = eqx.tree_at(last, model, (jnp.zeros((1, 8)), jnp.zeros(1)))
+    rest = [(x[k : k + 20], np.sin(3 * x[k : k + 20])) for k in (20, 40)]
+    first = x[:20], np.zeros((20, 1))
+    batches = lambda epoch: [first] if epoch == 0 else rest
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = gnlin.fit(model, batches, optax.adam(3e-2), epochs=20, progress=False)
+    assert result.reason == "all 39 steps were made"
+    assert result.history.loss[-1] < 0.8 * result.history.loss[1]
+
+
+def test_an_optimiser_with_a_line_search():
+    x = np.linspace(-1, 1, 8)[:, None]
+    model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="as `optax.lbfgs` does: pass one that needs"):
+        gnlin.fit(model, (x, x), optax.lbfgs(), steps=1, progress=False)

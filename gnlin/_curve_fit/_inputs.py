@@ -257,6 +257,8 @@ def data_of(
         )
     if _surely(numpy.all(missing)):
         raise ValueError("There is no data: all of `y` is missing, or `y` is empty.")
+    if nan_policy == "raise":  # A traced NaN cannot raise, but must not be left out.
+        missing = numpy.zeros_like(missing)
     errors, are_own, left_out = _errors(sigma, y, values, missing)
     missing = missing | left_out
     if _surely(missing.all()):

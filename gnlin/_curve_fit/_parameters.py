@@ -26,6 +26,12 @@ def parted(start: PyTree[Array], fixed: Iterable[str]) -> tuple[PyTree, PyTree]:
     of all, with `None` in place of the others."""
     if not jax.tree.leaves(start):
         raise ValueError(f"`start` must hold a parameter, but {start!r} was given.")
+    if isinstance(fixed, Mapping):
+        raise ValueError(
+            "`fixed` must be names of parameters, which stay at their values in `start`, "
+            f"but the dictionary {fixed!r} was given: pass the names, and put the values "
+            "into `start`."
+        )
     fixed = [fixed] if isinstance(fixed, str) else list(fixed)
     if fixed and not isinstance(start, Mapping):
         raise ValueError(

@@ -84,6 +84,10 @@ class Parts:
                     "`x` must yield tuples `(x, y)` or `(x, y, sigma)`, but yields a "
                     f"{type(part).__name__}."
                 )
+            if len(part) == 3 and self._sigma is not None:
+                raise ValueError(
+                    "`x` yields `(x, y, sigma)`: leave the argument `sigma` out."
+                )
             x, y, sigma = (*part, self._sigma)[:3]
             yield columns_of(x), columns_of(y), sigma
 

@@ -326,9 +326,11 @@ class Watch(eqx.Module):
     def look(self, y: PyTree[Array], loss: Scalar, factor: float) -> "Watch":
         """Return the watch after a further point, whose loss may be NaN."""
         better = loss < self.best
-        far = ~(loss <= factor * self.first)
+        # A loss of zero, as of a batch whose targets are met, is no measure.
+        first = jnp.where(self.first > 0, self.first, loss)
+        far = ~(loss <= factor * first)
         return Watch(
-            self.first,
+            first,
             jnp.where(better, loss, self.best),
             _tree.where(better, y, self.y),
             jnp.where(far, self.num_far + 1, 0),

@@ -104,4 +104,12 @@ def updated(
     """Return an optax optimiser's updates and new state."""
     # Optax mixes dtypes when it divides by powers of its step count.
     with jax.numpy_dtype_promotion("standard"):
-        return optimiser.update(gradient, state, y)
+        try:
+            return optimiser.update(gradient, state, y)
+        except TypeError as error:
+            if "keyword-only" not in str(error):
+                raise
+            raise ValueError(
+                "This optimiser searches along its steps, and so evaluates the loss "
+                "itself, as `optax.lbfgs` does: pass one that needs gradients only."
+            ) from error
