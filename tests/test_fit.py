@@ -913,5 +913,5 @@ def test_a_first_batch_without_a_loss_is_no_measure():
 def test_an_optimiser_with_a_line_search():
     x = np.linspace(-1, 1, 8)[:, None]
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="as `optax.lbfgs` does: pass one that needs"):
+    with pytest.raises(ValueError, match=r"as `optax.lbfgs` does: pass one that needs"):
         gnlin.fit(model, (x, x), optax.lbfgs(), steps=1, progress=False)

@@ -487,3 +487,11 @@ def test_a_rate_in_place_of_its_logarithm():
     start = {"a": 1500.0, "k": 0.5}
     with pytest.warns(UserWarning, match="pass `log_input=False` if `f` is a rate"):
         gnlin.curve_fit(rate, x, counts, start, loss=gnlin.losses.PoissonNLL())
+
+
+def test_separated_successes():
+    x = np.linspace(-1, 1, 20)
+    line = lambda p, x: p["a"] + p["b"] * x
+    start, loss = {"a": 0.0, "b": 0.0}, gnlin.losses.BinomialNLL(1)
+    with pytest.warns(UserWarning, match="the curve separates successes from failures"):
+        gnlin.curve_fit(line, x, (x > 0.1) * 1, start, loss=loss)

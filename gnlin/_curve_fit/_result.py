@@ -15,7 +15,7 @@ from .._common._checks import check_fraction, is_traced
 from .._linearisation._linearisation import linearise
 from .._solver import result_name, why_it_ended
 from .._training._solution import History
-from ..losses import TobitNLL
+from ..losses import BinomialNLL, TobitNLL
 from ..losses._robust import AbstractRobust
 from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
@@ -154,6 +154,12 @@ class CurveFit(eqx.Module):
         """Whether each data set determines all parameters."""
         return np.all(np.asarray(self._end.covariance.determined), axis=-1)
 
+    def _is_separated(self) -> bool:
+        """Whether the likelihood of successes is 1, which it is at infinity only."""
+        loss, least = self._setting.loss, np.finfo(self._end.loss.dtype).eps
+        of_successes = isinstance(loss, Likelihood) and isinstance(loss.loss, BinomialNLL)
+        return of_successes and float(self._end.loss) <= least
+
     def complaint(self) -> str:
         """Return the warning that the user should see, or an empty string."""
         if isinstance(self.chi_squared, Tracer):
@@ -173,6 +179,11 @@ class CurveFit(eqx.Module):
                 if flags.any()
             ]
             return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
+        if self._is_separated():
+            return (
+                "`gnlin.curve_fit`: the curve separates successes from failures, so that "
+                "the likelihood has no maximum: set bounds, or use fewer parameters."
+            )
         is_finite = int(self._end.nonfinite.point) < 0
         if result_name(self.result) != "successful" or not is_finite:
             return f"`gnlin.curve_fit` has not converged: {self.reason}."
