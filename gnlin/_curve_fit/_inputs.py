@@ -192,8 +192,8 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
 def check_alone(
     curve: Curve, free: PyTree, kept: PyTree, given: PyTree[Array], x: PyTree[Array]
 ) -> None:
-    """Raise unless the points that are left out, whose x was replaced in x, are the only
-    ones at which the curve depends on it. `given` is x with its missing values."""
+    """Raise unless the points that are left out are the only ones at which the curve
+    depends on the missing values. `x` has others in their place, and `given` has not."""
     if is_traced((free, kept, given)):
         return
     outputs = (jax.tree.leaves(curve.values(free, kept, each)) for each in (x, given))
