@@ -46,7 +46,9 @@ def test_results_with_a_commit_have_a_table(name):
     for commit in settings["commits"]:
         assert len(commit) == 40, "made of code that is not committed"
     with gzip.open(table, "rt", newline="") as file:
-        assert len(list(csv.DictReader(file))) >= settings["num_runs"]
+        num_rows = len(list(csv.DictReader(file)))
+    # A row of `tuning` has the results of up to three of its seven runs.
+    assert num_rows >= settings["num_runs"] / (3 if name == "tuning" else 1)
 
 
 def test_the_results_are_small():

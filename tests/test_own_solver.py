@@ -171,7 +171,10 @@ class NoFactor(gnlin.authoring.AbstractLoss):
 @pytest.mark.parametrize(
     ("solver", "said"),
     [
-        (Faulty("y"), r"`y` of the `Update` of Faulty .* `lin.point`, \(2,\), .* \(3,\)"),
+        (
+            Faulty("y"),
+            r"`y` of the `Update` of Faulty .* `lin.point`, \[\(2,\)\], .* \[\(3,\)\]",
+        ),
         (Faulty("outputs"), r"`outputs` of the `Update` of Faulty .* `lin.outputs`"),
         (Faulty("memory"), r"`memory` of the `Update` of Faulty .* `first_memory`"),
         (Filtered(0.3), r"`filter_at\(num_steps\)` must be a function .* 0.3 was given"),

@@ -196,7 +196,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def _check_update(self, lin: Linearisation, update: Update, state: State) -> None:
         """Raise an error if an update has other shapes than the run."""
         name = type(self).__name__
-        shapes = lambda tree: jax.tree.map(jnp.shape, eqx.filter(tree, eqx.is_array_like))
+        # A structure may hold objects that cannot be compared.
+        arrays = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array_like))
+        shapes = lambda tree: list(map(jnp.shape, arrays(tree)))
         pairs = (update.y, lin.point, "y"), (update.outputs, lin.outputs, "outputs")
         for found, expected, field in pairs:
             if shapes(found) != shapes(expected):
