@@ -173,7 +173,7 @@ class NoFactor(gnlin.authoring.AbstractLoss):
     [
         (
             Faulty("y"),
-            r"`y` of the `Update` of Faulty .* `lin.point`, \[\(2,\)\], .* \[\(3,\)\]",
+            r"`y` of the `Update` of Faulty .* `lin.point`, \[\(2,\)\], but",
         ),
         (Faulty("outputs"), r"`outputs` of the `Update` of Faulty .* `lin.outputs`"),
         (Faulty("memory"), r"`memory` of the `Update` of Faulty .* `first_memory`"),
