@@ -466,9 +466,11 @@ def test_many_parameters_take_exact_steps():
     true["width"] = rng.uniform(2, 4, 20)
 
     def image(p, at):
-        squares = [(at[k][..., None] - p[k]) ** 2 for k in ("x", "y")]
-        spots = jnp.exp(-0.5 * sum(squares) / p["width"] ** 2)
-        return 5.0 + jnp.sum(p["size"] * spots, -1)
+        def spot(p):
+            squares = (at["x"] - p["x"]) ** 2 + (at["y"] - p["y"]) ** 2
+            return p["size"] * jnp.exp(-0.5 * squares / p["width"] ** 2)
+
+        return 5.0 + jnp.sum(jax.vmap(spot)(p), 0)
 
     at = {"x": across, "y": down}
     counts = rng.poisson(np.asarray(image(true, at)))
