@@ -461,7 +461,9 @@ def test_many_parameters_take_exact_steps():
     networks, the fit takes 81 steps."""
     rng, n = np.random.default_rng(1), 48
     across, down = np.meshgrid(np.arange(n) * 1.0, np.arange(n) * 1.0)
-    x, y = (each.ravel() for each in np.meshgrid(np.linspace(6, 42, 5), [6, 18, 30, 42]))
+    x, y = (
+        each.ravel() for each in np.meshgrid(np.linspace(6, 42, 5), np.linspace(6, 42, 4))
+    )
     true = {"size": rng.uniform(200, 600, 20), "x": x, "y": y}
     true["width"] = rng.uniform(2, 4, 20)
 
