@@ -915,3 +915,20 @@ def test_an_optimiser_with_a_line_search():
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"as `optax.lbfgs` does: pass one that needs"):
         gnlin.fit(model, (x, x), optax.lbfgs(), steps=1, progress=False)
+
+
+class Shifted(gnlin.authoring.AbstractElementwiseLoss):
+    """Squared error less a constant, so that the loss is negative."""
+
+    reduction: str | None = None
+
+    def elementwise(self, output, target):
+        return 0.5 * (output - target) ** 2 - 1000.0
+
+
+def test_negative_losses_that_rise():
+    x = np.linspace(-1, 1, 8)[:, None]
+    model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    ascent = optax.sgd(-0.1)
+    with pytest.warns(UserWarning, match="the loss rose from -1"):
+        gnlin.fit(model, (x, x), ascent, loss=Shifted(), steps=30, divergence=None)

@@ -217,7 +217,7 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
       steps take 13 and not 156.
     - `wait`: whether data sets wait for the one with the most trials at each step, and
       trials are expensive. With few trials, parameters of a differential equation for 200
-      patients take a fifth of the time.
+      patients take less than half of the time.
     """
     if not isinstance(solver, LevenbergMarquardt) or solver.form != "quadratic":
         return solver

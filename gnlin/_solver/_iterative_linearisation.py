@@ -266,7 +266,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         if self.method == "kernel":
             problem = ProxLinear(lin.jacobian, lin.outputs, objective)
         elif self.method == "auto" and isinstance(problem, ProxLinear):
-            _warn_of_many_steps(self.period)
+            _warn_of_many_steps(self.period if longest is None else longest)
         method = "auto" if self.method == "flow" else self.method
         return choose(problem, self.filter(longest), num_trials, method)
 

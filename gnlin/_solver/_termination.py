@@ -327,7 +327,7 @@ class Watch(eqx.Module):
         """Return the watch after a further point, whose loss may be NaN."""
         better = loss < self.best
         # A loss of zero, as of a batch whose targets are met, is no measure.
-        first = jnp.where(self.first > 0, self.first, loss)
+        first = jnp.where((self.first == 0) & (loss > 0), loss, self.first)
         far = ~(loss <= factor * first)
         return Watch(
             first,
