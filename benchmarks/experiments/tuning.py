@@ -7,7 +7,6 @@ score are then run on the judged seeds, beside the default.
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from .. import thresholds
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, Settings
 from ..figures import BLUE, figure, GREEN, ORANGE
 from ..verdicts import judge, Verdict
-from .defaults.runs import DIVERGED, mean_loss, score
+from .defaults.runs import fitted, has_diverged, mean_loss, score
 from .defaults.tasks import Task, TASKS
 
 
@@ -153,34 +152,26 @@ def run_setting(
     """Train a task with a setting of the grid. Return the training loss, the validation
     and test scores at the looks, and whether the run diverged. After that, the loss is
     infinite and the scores are NaN."""
-    data, (model, state) = task.data(seed), task.start(seed)
-    first_loss = mean_loss(task, model, state, data.train)
+    data, start = task.data(seed), task.start(seed)
+    first_loss = mean_loss(task, *start, data.train)
     seen = _Looks(task, data, looks)
-    with warnings.catch_warnings():
-        # `diverged` says whether a run has diverged.
-        warnings.filterwarnings("ignore", message="`gnlin.fit`")
-        result = gnlin.fit(
-            model,
-            data.train,
-            GRID[name],
-            loss=task.loss,
-            batch_size=batch_size,
-            steps=max(looks),
-            key=jax.random.key(seed),
-            state=state,
-            callbacks=[seen],
-            progress=False,
-        )
-    if result.reason.endswith("interrupted"):
-        raise KeyboardInterrupt
+    result = fitted(
+        task,
+        start,
+        data.train,
+        GRID[name],
+        key=jax.random.key(seed),
+        batch_size=batch_size,
+        steps=max(looks),
+        callbacks=[seen],
+    )
     missing = len(looks) - len(seen.found)
     found = np.array([*seen.found, *[(np.inf, np.nan, np.nan)] * missing])
-    ended_early = any(bool(result.result == each) for each in DIVERGED)
     return {
         "loss": np.maximum(found[:, 0], LOWEST),
         "validation": found[:, 1],
         "test": found[:, 2],
-        "diverged": float(ended_early or not found[-1, 0] <= first_loss),
+        "diverged": float(has_diverged(result, first_loss, found[-1, 0])),
     }
 
 

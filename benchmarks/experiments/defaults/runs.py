@@ -16,7 +16,7 @@ from numpy import ndarray
 import gnlin
 
 from ...training import padded
-from .tasks import Examples, Task
+from .tasks import Examples, Task, Trainable
 
 
 Figures = dict[str, float | ndarray]
@@ -45,34 +45,26 @@ def run_task(
     - `passes`: the number of passes through the model on a batch of examples: forward,
         tangent and transposed ones.
     """
-    data, (model, state) = task.data(seed), task.start(seed)
+    data, start = task.data(seed), task.start(seed)
     epochs = epochs or task.epochs
     num_steps = epochs * (len(data.train[1]) // batch_size if batch_size else 1)
-    first_loss = mean_loss(task, model, state, data.train)
-    given = () if solver is None else (solver,)
+    first_loss = mean_loss(task, *start, data.train)
     begun = time.perf_counter()
-    with warnings.catch_warnings():
-        # `diverged` says whether a run has diverged.
-        warnings.filterwarnings("ignore", message="`gnlin.fit`")
-        result = gnlin.fit(
-            model,
-            data.train,
-            *given,
-            loss=task.loss,
-            batch_size=batch_size,
-            epochs=epochs,
-            key=jax.random.key(seed),
-            state=state,
-            validation=data.validation,
-            validate_every=math.ceil(num_steps / num_looks),
-            metrics={"score": task.metric},
-            callbacks=[TestScore(task, data.test)],
-            progress=False,
-            **options,
-        )
+    result = fitted(
+        task,
+        start,
+        data.train,
+        solver,
+        key=jax.random.key(seed),
+        batch_size=batch_size,
+        epochs=epochs,
+        validation=data.validation,
+        validate_every=math.ceil(num_steps / num_looks),
+        metrics={"score": task.metric},
+        callbacks=[TestScore(task, data.test)],
+        **options,
+    )
     seconds = time.perf_counter() - begun
-    if result.reason.endswith("interrupted"):
-        raise KeyboardInterrupt
     history = result.history
     looked = ~np.isnan(history["test_score"])
     tested, validated = (
@@ -80,7 +72,6 @@ def run_task(
         for name in ("test_score", "validation_score")
     )
     train_loss = mean_loss(task, result.model, result.state, data.train)
-    ended_early = any(bool(result.result == each) for each in DIVERGED)
     return {
         "score": score(task, result.model, result.state, data.test),
         "train_loss": train_loss,
@@ -90,8 +81,35 @@ def run_task(
         "steps": result.stats["num_steps"],
         "passes": num_passes(result.stats, across=batch_size is not None),
         "seconds": seconds,
-        "diverged": ended_early or not train_loss <= first_loss,
+        "diverged": has_diverged(result, first_loss, train_loss),
     }
+
+
+def fitted(
+    task: Task, start: Trainable, train: Examples, solver: Any = None, **options: Any
+) -> gnlin.Solution:
+    """Train a task by `gnlin.fit`, with its own default if `solver` is `None`."""
+    given = () if solver is None else (solver,)
+    with warnings.catch_warnings():
+        # `has_diverged` says whether a run has diverged.
+        warnings.filterwarnings("ignore", message="`gnlin.fit`")
+        result = gnlin.fit(
+            start.model,
+            train,
+            *given,
+            loss=task.loss,
+            state=start.state,
+            progress=False,
+            **options,
+        )
+    if result.reason.endswith("interrupted"):
+        raise KeyboardInterrupt
+    return result
+
+
+def has_diverged(result: gnlin.Solution, first_loss: float, last_loss: float) -> bool:
+    ended_early = any(bool(result.result == each) for each in DIVERGED)
+    return ended_early or not last_loss <= first_loss
 
 
 def num_passes(stats: dict[str, Any], across: bool) -> int:
