@@ -172,7 +172,7 @@ def curve_fit(
         return _told(as_curve_fit(setting, curve, None, end, found))
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
     given = x
-    x, values = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
+    x, values, missing = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
     data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
     if isinstance(loss, Likelihood):
         absolute_sigma, loss = True, in_one_row(loss, values.of_one())
@@ -191,8 +191,8 @@ def curve_fit(
         levels += ((None, 0, None),)
 
     program = curve.on(first, kept, x)
-    if given is not x:
-        check_alone(program, first, kept, given, x)
+    if missing is not None:
+        check_alone(program, first, kept, given, x, missing)
     check_rates(loss, lambda: program(first, kept, x))
     solver = _for_fits(solver, loss, wait=many and program.has_loops)
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common._canonical import of_one_example
 from .._common._checks import first_line, is_own, is_traced
@@ -153,15 +153,18 @@ def _shapes(tree: PyTree) -> tuple[Any, list]:
     return structure, [getattr(leaf, "shape", None) for leaf in leaves]
 
 
-def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values]:
-    """Mark points of missing x as missing in y, and replace their x by another's."""
+def with_x(
+    x: PyTree[Array], y: Values, nan_policy: str
+) -> tuple[PyTree, Values, Bool[np.ndarray, " n"] | None]:
+    """Mark points of missing x as missing in y, and replace their x by another's. Return
+    also which points these are, or `None` if there are none."""
     if is_traced(x):
-        return x, y
+        return x, y, None
     leaves, structure = jax.tree.flatten(x)
     floats = [k for k, v in enumerate(leaves) if jnp.issubdtype(v.dtype, jnp.inexact)]
     wrong = {k: flags for k in floats if np.any(flags := np.isnan(leaves[k]))}
     if not wrong:
-        return x, y
+        return x, y, None
     if nan_policy == "raise":
         raise ValueError(
             '`x` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
@@ -186,25 +189,25 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
         at = (slice(None), missing) if y.many else missing
         return wholly_missing(value.astype(kind).at[at].set(jnp.nan))
 
-    return structure.unflatten(leaves), y._replace(tree=jax.tree.map(emptied, y.tree))
+    y = y._replace(tree=jax.tree.map(emptied, y.tree))
+    return structure.unflatten(leaves), y, rows
 
 
 def check_alone(
-    curve: Curve, free: PyTree, kept: PyTree, given: PyTree[Array], x: PyTree[Array]
+    curve: Curve,
+    free: PyTree,
+    kept: PyTree,
+    given: PyTree[Array],
+    x: PyTree[Array],
+    missing: Bool[np.ndarray, " n"],
 ) -> None:
-    """Raise unless the points that are left out are the only ones at which the curve
-    depends on the missing values. `x` has others in their place, and `given` has not."""
-    if is_traced((free, kept, given)):
+    """Raise unless the curve depends on the missing values of `given` at their points
+    only. `x` has other values in their place."""
+    if is_traced((free, kept)):
         return
     outputs = (jax.tree.leaves(curve.values(free, kept, each)) for each in (x, given))
-    left_out = [
-        np.isnan(value).reshape(len(value), -1).any(axis=1)
-        for value in jax.tree.leaves(given)
-        if jnp.issubdtype(value.dtype, jnp.inexact) and np.any(np.isnan(value))
-    ]
-    stay = ~np.any(left_out, axis=0)
     for new, old in zip(*outputs, strict=True):
-        if not np.array_equal(new[stay], old[stay], equal_nan=True):
+        if not np.array_equal(new[~missing], old[~missing], equal_nan=True):
             raise ValueError(
                 "`x` has a missing value (NaN), which `f` also reads at other points, so "
                 "that its point cannot be left out: fill it in, and set `y` to NaN at "
