@@ -23,13 +23,13 @@ from ..filters import GradientDescent, Tikhonov
 Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
 
 
-def filtered(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
-    """Return g(w). Raise `ValueError` unless the filter has a value for each of them."""
+def evaluated(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
+    """Return g(w). Raise `ValueError` unless it has a value for each eigenvalue."""
     g = filter(w)
     if jnp.shape(g) != w.shape:
         raise ValueError(
-            f"A filter must return a value for each of the eigenvalues, {w.shape}, but "
-            f"`{filter}` returned the shape {jnp.shape(g)}."
+            "A filter must return a value for each eigenvalue, and so an array of the "
+            f"shape {w.shape}, but `{filter}` returned one of the shape {jnp.shape(g)}."
         )
     return g
 
@@ -109,7 +109,7 @@ class Spectrum(eqx.Module):
 
         - `filter`: g, any function of the eigenvalues; see `gnlin.filters`.
         """
-        step = self._lift(-filtered(filter, self.eigenvalues) * self.coefficients)
+        step = self._lift(-evaluated(filter, self.eigenvalues) * self.coefficients)
         if self._origin is None:
             return step
         if isinstance(filter, types.FunctionType):  # it may close over traced arrays

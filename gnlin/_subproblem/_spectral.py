@@ -14,7 +14,7 @@ from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, filtered, Spectrum, spectrum_of
+from .._linearisation._spectrum import evaluated, Filter, Spectrum, spectrum_of
 from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractWay, Answer, price_of_squaring
 
@@ -91,7 +91,7 @@ class Spectral(AbstractWay):
         if isinstance(filter, Tikhonov) and self.problem.rest is None:
             spectrum = spectrum.damped(filter.damping)
         w, c = spectrum.eigenvalues, spectrum.coefficients
-        g = filtered(filter, w)
+        g = evaluated(filter, w)
         # The step multiplies the linearised residual by 1 - w g(w). Growth by 1/eps
         # counts as divergence.
         growth = jnp.abs(1 - w * g)
