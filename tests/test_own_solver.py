@@ -178,7 +178,7 @@ class NoFactor(gnlin.authoring.AbstractLoss):
         (Faulty("outputs"), r"`outputs` of the `Update` of Faulty .* `lin.outputs`"),
         (Faulty("memory"), r"`memory` of the `Update` of Faulty .* `first_memory`"),
         (Filtered(0.3), r"`filter_at\(num_steps\)` must be a function .* 0.3 was given"),
-        (Filtered(lambda w: w.sum()), r"each eigenvalue, .* array of the shape \(2,\)"),
+        (
             Filtered(lambda w: w.sum()),
             r"value for each eigenvalue, and so an array of the shape \(2,\)",
         ),
