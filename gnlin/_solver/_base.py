@@ -231,9 +231,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if step_norm is None:
             step_norm = _tree.norm(step)
         no = jnp.array(False)
-        new_loss = objective.value(update.outputs).astype(dtype)
-        finite = jnp.isfinite(new_loss) & _tree.all_finite((update.y, update.outputs))
-        broken = ~finite & (update.result == optx.RESULTS.successful)
+        new_loss, broken = objective.value(update.outputs).astype(dtype), no
+        if not update.searched:  # A search accepts finite points only.
+            finite = _tree.all_finite((new_loss, update.y, update.outputs))
+            broken = ~finite & (update.result == optx.RESULTS.successful)
         ended = Ended(no, no, state.num_still, update.result)
         memory = update.memory
         if same_examples:
