@@ -39,8 +39,7 @@ same at all looks. A column with more than two axes is used only in figures."""
 CIRCUMSTANCES = "device", "x64", "versions"
 """Runs that differ in any of these must not be mixed."""
 
-# Exceptions that may be raised by reading a damaged archive.
-_DAMAGED = (
+DAMAGED = (
     OSError,
     ValueError,
     KeyError,
@@ -49,6 +48,7 @@ _DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
+"""Exceptions that may be raised by reading a damaged archive or table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -518,7 +518,7 @@ def load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
         seconds = float(columns.pop("_seconds"))
         found = str(columns.pop("_stamp", ""))
         commits = np.atleast_1d(columns.pop("_commit", "")).tolist()
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise Refusal(
             f"'{path}' cannot be read ({error}); delete it to make these runs again."
         ) from None

@@ -19,7 +19,7 @@ from . import report
 from ._modules import EXPERIMENTS
 from ._options import Refusal
 from ._results import read_settings, write_csv, write_json
-from .experiment import Experiment, Point, Runs, Settings
+from .experiment import DAMAGED, Experiment, Point, Runs, Settings
 from .kept import copy_figures, KEPT, PAGE, ROOT, table
 from .verdicts import Verdict
 
@@ -94,16 +94,19 @@ def _read(
         settings = experiment.settings_from(content["scale"], content["settings"])
     except TypeError:
         raise Refusal("the experiment no longer has all of its settings") from None
-    with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
     points = experiment.points(settings)
-    parts = [[row for row in rows if _is_at(row, point)] for point in points]
-    if not all(parts) or sum(map(len, parts)) != len(rows):
-        raise Refusal("its table has other points than the experiment")
-    return settings, [
-        Runs.of_rows(point, part, content["axes"])
-        for point, part in zip(points, parts, strict=True)
-    ]
+    try:
+        with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        parts = [[row for row in rows if _is_at(row, point)] for point in points]
+        if not all(parts) or sum(map(len, parts)) != len(rows):
+            raise Refusal("its table has other points than the experiment")
+        return settings, [
+            Runs.of_rows(point, part, content["axes"])
+            for point, part in zip(points, parts, strict=True)
+        ]
+    except DAMAGED as error:
+        raise Refusal(f"its table is damaged ({error})") from error
 
 
 def _is_at(row: Mapping[str, str], point: Point) -> bool:

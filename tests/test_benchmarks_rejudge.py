@@ -222,6 +222,20 @@ def test_what_cannot_be_judged_stays(root, use, capsys):
     said(settings, "Nothing", "No thing", "no table of its runs is kept")
 
 
+@pytest.mark.parametrize("damage", ["cut off", "no archive", "a row is lost"])
+def test_a_damaged_table_is_refused(root, use, capsys, damage):
+    use(made_up())
+    table = files(root)[1].parent / "made_up.csv.gz"
+    whole, before = table.read_bytes(), contents(root)
+    lines = gzip.decompress(whole).splitlines(keepends=True)
+    damaged = {"cut off": whole[: len(whole) // 2], "no archive": b"garbage"}
+    damaged["a row is lost"] = gzip.compress(b"".join(lines[:-1]))
+    table.write_bytes(damaged[damage])
+    rejudge.rejudge(["made-up"], root)
+    assert "not judged, because its table is damaged" in capsys.readouterr().out
+    assert contents(root) == before
+
+
 def test_a_changed_verdict_of_stability_is_found(tmp_path, capsys):
     folder = tmp_path / kept.KEPT / "stability"
     shutil.copytree(kept.ROOT / kept.KEPT / "stability", folder)
