@@ -342,3 +342,22 @@ def test_many_bounds_that_bind(solver):
     )
     np.testing.assert_allclose(solution.value, exact, atol=1e-7)
     assert solution.stats["num_steps"] < 20
+
+
+def test_many_bounds_take_few_solutions():
+    """If the parameters do not affect one another, one solution holds all of them."""
+    p = 200
+    b = np.linspace(2, 3, p) * np.where(np.arange(p) % 2 == 0, 1, -1)
+    lin = gnlin.linearise(lambda y, _: y - b, jnp.zeros(p))
+    lin = lin.within(Box.of((-1.0, 1.0), lin.point), jnp.zeros(p, bool))
+    calls = []
+
+    def again(lin):
+        jax.debug.callback(lambda: calls.append(1))
+        return -lin.outputs
+
+    step, decrease = between_bounds(SumOfSquares(), lin, jnp.asarray(b), again)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(step, np.sign(b))
+    np.testing.assert_allclose(decrease, 0.5 * np.sum(b**2 - (b - np.sign(b)) ** 2))
+    assert len(calls) == 1
