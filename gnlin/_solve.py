@@ -63,6 +63,7 @@ from ._training._step import (
     Carry,
     checked_outputs,
     columns_of,
+    group_not_finite,
     key_of_steps,
     StepSettings,
     why_it_failed,
@@ -223,9 +224,8 @@ def solve(
         if ended not in _WELL:
             why = why_it_failed(setting, carry)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
-            given = (
-                not_finite(*batch) if groups is None else where_not_finite(groups, row)
-            )
+            given = not_finite(*batch) if groups is None else where_not_finite(groups)
+            given = given or group_not_finite(row)
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
                 f"{why} {given}".rstrip()

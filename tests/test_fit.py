@@ -131,6 +131,14 @@ class StopAfter(gnlin.callbacks.Callback):
 #
 
 
+def test_a_callback_with_a_misspelt_event():
+    with pytest.raises(TypeError, match="on_epoch_end` is not the name of an event"):
+
+        class Late(gnlin.callbacks.Callback):
+            def on_epoch_end(self, run):
+                raise AssertionError
+
+
 def test_an_epoch_is_a_permutation_without_an_incomplete_batch():
     drawn = batches_drawn(11, 4, 6, jax.random.key(3))
     assert {len(batch) for batch in drawn} == {4}

@@ -417,3 +417,5 @@ def test_an_example_that_is_not_finite_is_named():
     groups["b"] = gnlin.Residuals(lambda net, x: jnp.log(-(net(x) ** 2)), EDGES)
     with pytest.warns(UserWarning, match="The loss of the group 'b' is not finite"):
         gnlin.solve(NET, groups, gnlin.DampedGaussNewton(1.0))
+    with pytest.warns(UserWarning, match="The loss of the group 'b' is not finite"):
+        gnlin.fit(NET, groups, gnlin.DampedGaussNewton(1.0), steps=2, progress=False)

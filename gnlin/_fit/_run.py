@@ -20,7 +20,13 @@ from .._training._solution import (
     on_host,
     Solution,
 )
-from .._training._step import Carry, checked_outputs, StepSettings, why_it_failed
+from .._training._step import (
+    Carry,
+    checked_outputs,
+    group_not_finite,
+    StepSettings,
+    why_it_failed,
+)
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
@@ -304,7 +310,7 @@ class Run(AbstractRun):
         if self.result == optx.RESULTS.nonfinite:
             model = carry.parameters, carry.model_state
             check = lambda batch: checked_outputs(self._setting, *model, batch)
-            at_fault = self._stream.at_fault(check)
+            at_fault = self._stream.at_fault(check) or group_not_finite(self.row)
         why = why_it_failed(self._setting, carry)
         self._reason = in_words(result_name(self.result), self.step, why)
         self.complaint = (

@@ -118,9 +118,15 @@ class Saver:
         if all(there.get(name) == here[name] for name in _DECISIVE):
             return
         name = next(x for x in {**here, **there} if here.get(x) != there.get(x))
+        what = f"its {name} is {there.get(name)}, and here it is {here.get(name)}"
+        if name == "step":
+            what = (
+                "its steps compute something else, as with another learning rate of an "
+                "optimiser, other code of the model, or another version of JAX"
+            )
         raise CheckpointError(
-            f"{path} belongs to another run: its {name} is {there.get(name)}, and here "
-            f"it is {here.get(name)}; pass the arguments of that run, or another folder."
+            f"{path} belongs to another run: {what}; pass the arguments of that run, or "
+            "another folder."
         )
 
     def is_due(self, number: int) -> bool:

@@ -388,13 +388,9 @@ def refuse_for_groups(**options: Any) -> None:
             raise ValueError(f"`{name}` is not for groups of residuals: {hint}.")
 
 
-def where_not_finite(groups: GroupsByName, row: Mapping[str, float] | None = None) -> str:
-    """Return a sentence that names a non-finite example and its group, or a group whose
-    loss is not finite in a row of the history, or ""."""
+def where_not_finite(groups: GroupsByName) -> str:
+    """Return a sentence that names a non-finite example and its group, or ""."""
     for name, group in groups.items():
         for bad in rows_not_finite(eqx.filter(group.data, eqx.is_array)):
             return f"Example {bad[0]} of the group {name!r} is not finite."
-    for name in groups:
-        if row is not None and not np.isfinite(row.get(f"loss/{name}", 0)):
-            return f"The loss of the group {name!r} is not finite."
     return ""

@@ -1,11 +1,12 @@
 """One training step of a network on a batch, used by both drivers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 
@@ -223,6 +224,16 @@ def advanced(
 def columns_of(names: tuple[str, ...]) -> dict[str, str]:
     """Return the names of the history's columns for the parts of an objective."""
     return {name: f"loss/{name}" for name in names}
+
+
+def group_not_finite(row: Mapping[str, float]) -> str:
+    """Return a sentence that names the first group whose loss is not finite in a row of
+    the history, or ""."""
+    for column, loss in row.items():
+        if column.startswith("loss/") and not np.isfinite(loss):
+            name = column.removeprefix("loss/")
+            return f"The loss of the group {name!r} is not finite."
+    return ""
 
 
 def why_it_failed(setting: StepSettings, carry: Carry) -> str:

@@ -80,7 +80,8 @@ class Run(abc.ABC):
 
 
 class Callback:
-    """Base class of callbacks. Override the methods of the events that you need.
+    """Base class of callbacks. Override the methods of the events that you need. Other
+    methods must not begin with `on_`.
 
     !!! example
 
@@ -96,6 +97,16 @@ class Callback:
     """
 
     columns: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        events = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in events:
+                raise TypeError(
+                    f"`{cls.__name__}.{name}` is not the name of an event, which are "
+                    f"{', '.join(events)}."
+                )
 
     def on_start(self, run: Run) -> None:
         """Called before the first step of a new or resumed run."""
