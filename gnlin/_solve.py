@@ -1,26 +1,21 @@
 """Full-batch training of a model in one compiled program."""
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Bool, Int, Key, PyTree, ScalarLike
+from jaxtyping import Array, Key, PyTree, ScalarLike
 
-from ._common._checks import as_key, check_count, check_flag, forwards_only, is_traced
+from ._common._checks import as_key, check_count, check_flag, is_traced
 from ._common._progress import Bar
-from ._common._quickly import quickly
 from ._common._sharding import (
     automatic,
     choosing,
-    everywhere,
-    keep,
     mesh_of,
     on_mesh,
     places,
@@ -36,6 +31,7 @@ from ._solver import (
 )
 from ._training._data import as_batch, not_finite
 from ._training._doubts import after_full_batch
+from ._training._full_batch import run
 from ._training._group_network import GroupNetwork
 from ._training._model import make_network, Network
 from ._training._prior import Prior
@@ -58,11 +54,8 @@ from ._training._solution import (
     Solution,
 )
 from ._training._step import (
-    advanced,
-    begin,
     Carry,
     checked_outputs,
-    columns_of,
     group_not_finite,
     key_of_steps,
     StepSettings,
@@ -72,14 +65,6 @@ from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
 
 
-# Rows of the history that are allocated at a time.
-_MOST_ROWS = 4096
-# Up to these numbers of parameters times examples, steps are fast, and a run takes less
-# time than its compilation.
-_SMALL, _SHORT = 2**17, 2**21
-# Steps of the first call of the program, and the factor by which this number grows as
-# long as a call takes less than `_SECONDS`. Ctrl-C is noticed between calls.
-_FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
 _WELL = "successful", "nonlinear_max_steps_reached"
 
 
@@ -208,7 +193,7 @@ def solve(
             checked_outputs(setting, parameters, state, batch)
         start = parameters, state
         with Bar(max_steps, progress) as bar:
-            (carry, num_steps), rows, result, loss_now, is_interrupted = _run(
+            (carry, num_steps), rows, result, loss_now, is_interrupted = run(
                 setting, batch, start, max_steps, history, bar
             )
     if history:
@@ -258,165 +243,8 @@ def solve(
     return solution
 
 
-def _size(start: tuple, data: tuple) -> int:
-    """Return the number of parameters times that of examples."""
-    parameters, _ = start
-    sizes = [x.size for x in jax.tree.leaves(parameters)]
-    lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
-    return sum(sizes) * max(lengths, default=1)
-
-
 def _best(carry: Carry, loss: float) -> tuple[Carry, float]:
     """Return an interrupted run's best point, and the loss at that point."""
     if carry.watch is None or not float(carry.watch.best) < loss:
         return carry, loss
     return carry._replace(parameters=carry.watch.y), float(carry.watch.best)
-
-
-class _Now(NamedTuple):
-    carry: Carry
-    num_steps: Int[Array, ""]
-
-
-class _Run(NamedTuple):
-    """The end of a run, or of a part of it."""
-
-    now: _Now
-    rows: dict[str, Any]
-    result: optx.RESULTS
-    loss: Array
-    is_interrupted: bool
-
-
-def _run(
-    setting: StepSettings,
-    data: tuple,
-    start: tuple,
-    max_steps: int,
-    history: bool,
-    bar: Bar,
-) -> _Run:
-    """Make all steps, in several calls of one program. Between calls, more history is
-    allocated, the progress bar is updated and Ctrl-C is noticed."""
-    leaves = jax.tree.leaves((setting, data, start))
-    # Part of the cache key: 3 == 3.0, but they need different programs.
-    types = tuple(map(type, leaves))
-
-    def whole() -> _Run:
-        sizes = max_steps, max_steps, history, types
-        run = _steps(setting, data, start, sizes, jnp.array(max_steps))
-        return _Run(*run, is_interrupted=False)
-
-    # Inside another compiled program, make all steps in one call. The new array is traced
-    # there, even if all leaves are constants that the program closes over.
-    if is_traced([jnp.zeros(()), *leaves]):
-        return whole()
-    num_rows = min(max_steps, _MOST_ROWS)
-    sizes = max_steps, num_rows, history, types
-    now, most, parts, is_interrupted = start, num_rows, [], False
-    size = _size(start, data)
-    steps = _steps_quickly if size <= _SHORT else _steps
-    # If steps are fast, a single call initialises the run and makes all steps for which
-    # history is allocated.
-    if size > _SMALL:
-        now, most = _begun(setting, data, start, types), min(_FIRST_STEPS, num_rows)
-        if is_traced(now):
-            return whole()
-    try:
-        while not parts or not _is_over(parts[-1][0], max_steps):
-            began = time.monotonic()
-            part: Any = steps(setting, data, now, sizes, jnp.array(most))
-            # The model may close over traced arrays, for example under `jax.vmap`.
-            if is_traced(part):
-                is_whole = num_rows == max_steps
-                return _Run(*part, is_interrupted=False) if is_whole else whole()
-            now = jax.block_until_ready(part[0])
-            seconds = time.monotonic() - began
-            parts.append(part)
-            if seconds < _SECONDS:
-                most = min(_GROWTH * most, num_rows)
-            elif len(parts) > 1:  # the first call includes compilation
-                most = max(most // _GROWTH, 1)
-            bar.show(now.num_steps, now.carry.loss)
-    except KeyboardInterrupt:
-        if not parts:
-            raise
-        is_interrupted = True
-    states, histories, results, losses = zip(*parts, strict=True)
-    made = np.diff([0, *(int(state.num_steps) for state in states)])
-    histories = jax.device_get(histories)
-    rows = {
-        name: np.concatenate([h[name][:n] for h, n in zip(histories, made, strict=True)])
-        for name in histories[0]
-    }
-    return _Run(states[-1], rows, results[-1], losses[-1], is_interrupted)
-
-
-def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
-    state = now.carry.solver_state
-    over = state.terminate | (state.result != optx.RESULTS.successful)
-    return over | (now.num_steps >= max_steps)
-
-
-@eqx.filter_jit
-def _begun(setting: StepSettings, data: tuple, start: tuple, types: tuple) -> _Now:
-    """Return the state before the first step."""
-    parameters, state = start
-    outputs = checked_outputs(setting, parameters, state, data)
-    return _Now(begin(setting, parameters, state, outputs), jnp.array(0))
-
-
-def _all_steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: Array):
-    """Make at most `most` steps, from the end `now` of another call (a `_Now`), or from
-    `now = (parameters, model state)`."""
-    max_steps, num_rows, history, _ = sizes
-    inputs, places = data[0], setting.places
-    # Inside the program, so that the model is traced for its shapes once per compilation:
-    # this can take longer than a run.
-    begins = not isinstance(now, _Now)
-    parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
-    outputs = checked_outputs(setting, parameters, state, data)
-    is_random = setting.is_random(parameters, setting.args(inputs, 0, state))
-    objective = setting.objective(outputs, data)
-    if begins:
-        now = _Now(begin(setting, parameters, state, outputs), jnp.array(0))
-    begun = now.num_steps
-
-    def kept(carry):
-        ours = keep((carry.parameters, carry.model_state), places.carry)
-        return carry._replace(parameters=ours[0], model_state=ours[1])
-
-    row = now.carry.solver_state.row()
-    row |= dict.fromkeys(columns_of(objective.names).values(), row["loss"])
-    row = row if history else {}
-    rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
-
-    def step(now_and_rows):
-        (carry, num_steps), rows = now_and_rows
-        args = setting.args(inputs, num_steps, carry.model_state)
-        carry, row, moved = advanced(
-            setting, objective, outputs, args, carry, num_steps, is_random=is_random
-        )
-        # An index out of range drops the row of a step that was not made.
-        at = jnp.where(moved, num_steps - begun, num_rows)
-        rows = {k: r.at[at].set(row[k], mode="drop") for k, r in rows.items()}
-        return _Now(kept(carry), num_steps + jnp.where(moved, 1, 0)), rows
-
-    def goes_on(now_and_rows):
-        now, _ = now_and_rows
-        return ~_is_over(now, max_steps) & (now.num_steps - begun < most)
-
-    now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
-    carry, rows = kept(forwards_only(now.carry)), forwards_only(rows)
-    ended = carry.solver_state
-    result = optx.RESULTS.where(
-        (ended.result == optx.RESULTS.successful) & ~ended.terminate,
-        optx.RESULTS.nonlinear_max_steps_reached,
-        ended.result,
-    )
-    others = everywhere((rows, result, carry.loss), places.mesh)
-    return now._replace(carry=carry), *others
-
-
-_steps = eqx.filter_jit(_all_steps)
-_steps_quickly = quickly(_all_steps, has_loops=True)

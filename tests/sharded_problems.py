@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from typing import Any
 
 
 if __name__ == "__main__":  # before jax starts
@@ -32,7 +33,7 @@ import optimistix as optx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import gnlin
-import gnlin._solve
+from gnlin._training import _full_batch
 
 
 jax.config.update("jax_enable_x64", True)
@@ -285,7 +286,8 @@ def communicated(program: str) -> list[tuple[str, int, int]]:
 
 def program_of_solve(model, data, solver) -> str:
     """Return the compiled program of `gnlin.solve`."""
-    run, quick = gnlin._solve._steps, gnlin._solve._steps_quickly
+    run: Any = _full_batch._steps
+    quick = _full_batch._steps_quickly
 
     class Compiled(Exception):
         pass
@@ -293,13 +295,16 @@ def program_of_solve(model, data, solver) -> str:
     def compiled(*args):
         raise Compiled(run.lower(*args).compile().compiled.as_text())
 
-    gnlin._solve._steps = gnlin._solve._steps_quickly = compiled
+    _full_batch._steps = _full_batch._steps_quickly = compiled
     try:
         gnlin.solve(model, data, solver)
     except Compiled as found:
         return found.args[0]
     finally:
-        gnlin._solve._steps, gnlin._solve._steps_quickly = run, quick
+        _full_batch._steps, _full_batch._steps_quickly = (
+            run,
+            quick,
+        )
     raise AssertionError("nothing was compiled")
 
 

@@ -726,7 +726,7 @@ def long_run(model=None, **options):
 @pytest.mark.slow
 def test_a_run_in_several_parts_is_one_run(monkeypatch):
     _, parts = long_run()
-    monkeypatch.setattr(gnlin._solve, "_SMALL", math.inf)
+    monkeypatch.setattr(gnlin._training._full_batch, "_SMALL", math.inf)
     _, whole = long_run()
     assert parts.stats == whole.stats
     assert len(parts.history["loss"]) == parts.stats["num_steps"] > 8
@@ -774,7 +774,7 @@ def test_ctrl_c_before_any_step_is_ctrl_c(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gnlin._solve, "_steps_quickly", interrupt)
+    monkeypatch.setattr(gnlin._training._full_batch, "_steps_quickly", interrupt)
     with pytest.raises(KeyboardInterrupt):
         long_run()
 

@@ -152,7 +152,7 @@ class CurveFit(eqx.Module):
 
     def _are_determined(self) -> np.ndarray:
         """Whether each data set determines all parameters."""
-        return np.asarray(self._end.covariance.determined).all(axis=-1, keepdims=False)
+        return np.asarray(np.all(self._end.covariance.determined, axis=-1))
 
     def _is_separated(self) -> bool:
         """Whether the likelihood of successes is 1, which it is at infinity only."""

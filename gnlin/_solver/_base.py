@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -25,12 +25,9 @@ from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import Retraction
 from ._detour import Detour
-from ._state import Counts, Evaluate, Report, State, Update
+from ._state import check_update, Counts, Evaluate, Report, State, Update
 from ._termination import Ended, verdict
-
-
-# History columns printed by `verbose`.
-_PRINTED = "loss", "gradient_norm", "step_norm", "damping"
+from ._verbose import print_row
 
 
 class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
@@ -184,35 +181,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         num_steps = state.counts.num_feature_updates
         lin = self.placed(objective, lin)
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
-        if not isinstance(update, Update):
-            raise TypeError(
-                f"`update` of {type(self).__name__} must return a "
-                "`gnlin.authoring.Update(y, outputs)`, but returns a "
-                f"{type(update).__name__}."
-            )
-        self._check_update(lin, update, state)
+        check_update(type(self).__name__, update, lin, state)
         return self.ended(objective, lin, update, state, same_examples)
-
-    def _check_update(self, lin: Linearisation, update: Update, state: State) -> None:
-        """Raise an error if an update has other shapes than the run."""
-        name = type(self).__name__
-        # A structure may hold objects that cannot be compared.
-        arrays = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array_like))
-        shapes = lambda tree: list(map(jnp.shape, arrays(tree)))
-        pairs = (update.y, lin.point, "y"), (update.outputs, lin.outputs, "outputs")
-        for found, expected, field in pairs:
-            if shapes(found) != shapes(expected):
-                like = "lin.point" if field == "y" else "lin.outputs"
-                raise ValueError(
-                    f"The `{field}` of the `Update` of {name} must have the shapes of "
-                    f"`{like}`, {shapes(expected)}, but has {shapes(found)}."
-                )
-        found, expected = shapes(update.memory), shapes(state.memory)
-        if found != expected:
-            raise ValueError(
-                f"The `memory` of the `Update` of {name} must have the shapes of what "
-                f"`first_memory` returns, {expected}, but has {found}."
-            )
 
     def ended(
         self, objective, lin, update: Update, state: State, same_examples: bool = True
@@ -289,24 +259,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Return the outputs at the run's own point, given the linearisation."""
         detour = self.detour(state)
         return lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
-
-    def tell(
-        self, row: Mapping[str, Any], num_steps: Int[Array, ""], moved: Bool[Array, ""]
-    ) -> None:
-        """Print a row of the history if `verbose` is set and a step was made."""
-        if self.verbose is False:
-            return
-        values = {"num_steps": num_steps} | {name: row[name] for name in _PRINTED}
-        titles = {name: name.replace("_", " ").capitalize() for name in values}
-
-        def show() -> None:
-            if callable(self.verbose):
-                self.verbose(**{name: (titles[name], values[name]) for name in values})
-            else:
-                line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
-                jax.debug.print(line, *values.values())
-
-        jax.lax.cond(moved, show, lambda: None)
 
     #
     # Bounds and retractions
@@ -413,15 +365,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         moved = after.counts.num_feature_updates > at
         loss = objective.value(self.outputs_of_run(lin, state))
         row = after.row() | {"loss": loss}
-        self.tell(row, after.counts.num_feature_updates, moved)
-        if state.rows is not None:
-            at = jnp.where(moved, at, jnp.iinfo(at.dtype).max)
-            rows = {
-                name: column.at[at].set(row[name].astype(column.dtype), mode="drop")
-                for name, column in state.rows.items()
-            }
-            after = dataclasses.replace(after, rows=rows)
-        return y, after, aux
+        print_row(self.verbose, row, after.counts.num_feature_updates, moved)
+        return y, after.with_row(row, at, moved), aux
 
     def terminate(
         self, fn, y, args, options, state: State, tags

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common._passes import Passes
+from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
 from ._stride import Stride
 
@@ -104,6 +106,20 @@ class State(eqx.Module):
         updates = self.counts.num_feature_updates
         return row | {"num_feature_updates": updates.astype(float)}
 
+    def with_row(
+        self, row: dict[str, Array], at: Int[Array, ""], moved: Bool[Array, ""]
+    ) -> "State":
+        """Return the state with a row of the history that optimistix asked for, if a step
+        was made."""
+        if self.rows is None:
+            return self
+        at = jnp.where(moved, at, jnp.iinfo(at.dtype).max)  # out of range: not written
+        rows = {
+            name: column.at[at].set(row[name].astype(column.dtype), mode="drop")
+            for name, column in self.rows.items()
+        }
+        return dataclasses.replace(self, rows=rows)
+
 
 class Update(eqx.Module):
     """The result of one linearisation: the next point, and statistics of the step. A
@@ -146,3 +162,27 @@ class Update(eqx.Module):
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
+
+
+def check_update(solver: str, update: Any, lin: Linearisation, state: State) -> None:
+    """Raise an error if what a solver's `update` returns does not fit the run."""
+    if not isinstance(update, Update):
+        raise TypeError(
+            f"`update` of {solver} must return a `gnlin.authoring.Update(y, outputs)`, "
+            f"but returns a {type(update).__name__}."
+        )
+
+    def shapes(tree: PyTree) -> list[tuple[int, ...]]:
+        # A structure may hold objects that cannot be compared.
+        return [jnp.shape(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
+
+    for field, found, expected, like in (
+        ("y", update.y, lin.point, "`lin.point`"),
+        ("outputs", update.outputs, lin.outputs, "`lin.outputs`"),
+        ("memory", update.memory, state.memory, "what `first_memory` returns"),
+    ):
+        if shapes(found) != shapes(expected):
+            raise ValueError(
+                f"The `{field}` of the `Update` of {solver} must have the shapes of "
+                f"{like}, {shapes(expected)}, but has {shapes(found)}."
+            )

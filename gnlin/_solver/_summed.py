@@ -23,6 +23,7 @@ from ..damping import LongestStep, TrustRegion
 from ._levenberg_marquardt import LevenbergMarquardt
 from ._state import State
 from ._trials import Proposal, TrialOutcome, Trials
+from ._verbose import print_row
 
 
 class Expansion(NamedTuple):
@@ -155,7 +156,7 @@ def minimise(
             ended = now.ended
             if ended.counts.num_feature_updates > state.counts.num_feature_updates:
                 rows.append(jax.device_get(ended.row() | {"loss": here.loss}))
-                solver.tell(rows[-1], jnp.array(len(rows)), jnp.array(True))
+                print_row(solver.verbose, rows[-1], jnp.array(len(rows)), jnp.array(True))
                 show(len(rows), float(here.loss))
                 if now.trial.tried.found:
                     y, here, last = taken

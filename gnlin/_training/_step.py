@@ -23,6 +23,7 @@ from .._linearisation._objective import (
 from .._solver import (
     AbstractGaussNewton,
     LAST_FINITE,
+    print_row,
     result_name,
     State,
     Watch,
@@ -215,7 +216,7 @@ def advanced(
     moved = jnp.array(True)
     if not setting.streaming:
         moved = state.counts.num_feature_updates > before
-    solver.tell(row, number + 1, moved)
+    print_row(solver.verbose, row, number + 1, moved)
     columns = columns_of(objective.names)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
     return Carry(y, state, model_state, watch), row, moved

@@ -1,0 +1,61 @@
+"""Decide whether a run diverges."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
+
+from .._common import _tree
+from .._common._checks import check_finite_positive
+from .._linearisation._objective import AbstractObjective
+
+
+# A run diverges when its loss is far above its start for this many steps in a row.
+_MOST_FAR = 5
+
+
+class Watch(eqx.Module):
+    """A guard against divergence: the best point so far, and the number of steps in a row
+    whose loss was far above the first loss."""
+
+    first: Float[Array, ""]  # loss
+    best: Float[Array, ""]  # loss
+    y: PyTree[Array]  # the point with the best loss
+    num_far: Int[Array, ""]
+
+    @staticmethod
+    def start(
+        objective: AbstractObjective, y: PyTree[Array], outputs: PyTree, loss: Scalar
+    ) -> "Watch":
+        """Start at the first point. A tiny first loss is raised to a part of the loss of
+        zero outputs; `outputs` holds arrays, or only their shapes."""
+        unit = objective.value(_tree.zeros_like(outputs)).astype(loss.dtype)
+        floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
+        return Watch(jnp.maximum(loss, floor), loss, y, jnp.array(0))
+
+    def look(self, y: PyTree[Array], loss: Scalar, factor: float) -> "Watch":
+        """Return the watch after a further point, whose loss may be NaN."""
+        better = loss < self.best
+        # A loss of zero, as of a batch whose targets are met, is no measure.
+        first = jnp.where((self.first == 0) & (loss > 0), loss, self.first)
+        far = ~(loss <= factor * first)
+        return Watch(
+            first,
+            jnp.where(better, loss, self.best),
+            _tree.where(better, y, self.y),
+            jnp.where(far, self.num_far + 1, 0),
+        )
+
+    @property
+    def diverges(self) -> Bool[Array, ""]:
+        return self.num_far >= _MOST_FAR
+
+
+def check_divergence(divergence: object) -> None:
+    if divergence is None:
+        return
+    check_finite_positive("divergence", divergence)
+    if divergence <= 1:  # type: ignore[operator]
+        raise ValueError(
+            "`divergence`, the largest allowed multiple of the first loss, must be more "
+            f"than 1 or `None`, but {divergence} was given."
+        )
