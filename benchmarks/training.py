@@ -32,12 +32,7 @@ from .data.teachers import TEACHERS
 from .dry_run import Tally
 from .experiment import Place, Runs, Settings
 from .figures import band
-from .networks.cnn import (
-    digits_cnn,
-    lenet,
-    smooth_digits_cnn,
-    wide_filtered_digits_cnn,
-)
+from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn, wide_filtered_digits_cnn
 from .networks.mlp import digits_mlp, mnist_mlp, teacher_mlp
 from .networks.resnet import resnet18
 from .scores import guessing_loss, loss_of, Score, score, spread, trained_loss

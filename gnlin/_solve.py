@@ -13,13 +13,7 @@ from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from ._common._checks import as_key, check_count, check_flag, is_traced
 from ._common._progress import Bar
-from ._common._sharding import (
-    automatic,
-    choosing,
-    mesh_of,
-    on_mesh,
-    places,
-)
+from ._common._sharding import automatic, choosing, mesh_of, on_mesh, places
 from ._linearisation._bounds import check_start
 from ._linearisation._objective import GroupLosses
 from ._solver import (
@@ -45,14 +39,7 @@ from ._training._residuals import (
     Residuals,
     where_not_finite,
 )
-from ._training._solution import (
-    COLUMNS,
-    History,
-    in_words,
-    Model,
-    on_host,
-    Solution,
-)
+from ._training._solution import COLUMNS, History, in_words, Model, on_host, Solution
 from ._training._step import (
     Carry,
     checked_outputs,

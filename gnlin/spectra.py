@@ -71,10 +71,8 @@ class Eigenpairs(eqx.Module):
         tangent pass each, and zero if w is."""
         if _outputs_are_fewer(self._lin.jacobian):
             return self._vectors.T
-        push_forward = self._lin.jacobian.push_forward
-        pushed = jax.lax.map(
-            lambda v: push_forward(self._on_parameters(v)), self._vectors
-        )
+        push = lambda v: self._lin.jacobian.push_forward(self._on_parameters(v))
+        pushed = jax.lax.map(push, self._vectors)
         return (self._inverse_roots()[:, None] * pushed.astype(self._vectors.dtype)).T
 
     def on_parameters(self) -> PyTree[Array]:

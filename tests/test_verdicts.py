@@ -6,15 +6,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 from classical_problems import padded, PROBLEMS, start
-from verdict_problems import (
-    at,
-    FAMILIES,
-    judge,
-    PRECISIONS,
-    problems,
-    run,
-    SETTINGS,
-)
+from verdict_problems import at, FAMILIES, judge, PRECISIONS, problems, run, SETTINGS
 
 import gnlin
 

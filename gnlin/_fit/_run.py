@@ -13,13 +13,7 @@ from .._common._canonical import join, split
 from .._common._identity import as_numpy
 from .._solver import result_name, RESULT_NAMES
 from .._training._doubts import after_batches
-from .._training._solution import (
-    COLUMNS,
-    History,
-    in_words,
-    on_host,
-    Solution,
-)
+from .._training._solution import COLUMNS, History, in_words, on_host, Solution
 from .._training._step import (
     Carry,
     checked_outputs,

@@ -10,12 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._common._identity import (
-    checksum,
-    described,
-    described_by_field,
-    described_by_leaf,
-)
+from .._common._identity import checksum, described, described_by_field, described_by_leaf
 from .._common._sharding import Places
 from .._training._step import StepSettings
 from . import _checkpoint

@@ -248,7 +248,10 @@ def _expanded(
     if rest is None:
         return Quadratic(jacobian, residual)
     slope = lin.vjp(objective.gradient(lin.outputs))
-    return Quadratic(jacobian, residual, _pulled_back_if_any(lin, rest), slope)
+    zero = lambda: _tree.zeros_like(lin.point)
+    # Usually the rest is zero, and the pass is skipped.
+    rest = jax.lax.cond(_tree.any_nonzero(rest), lambda: lin.vjp(rest), zero)
+    return Quadratic(jacobian, residual, rest, slope)
 
 
 class GroupLosses(eqx.Module):
@@ -394,13 +397,3 @@ class _Weighted(eqx.Module):
 
 def _by_example(weights: Float[Array, " n"], tree: PyTree[Array]) -> PyTree[Array]:
     return jax.vmap(_tree.scale)(weights, tree)
-
-
-def _pulled_back_if_any(lin: Linearisation, rest: PyTree[Array]) -> PyTree[Array]:
-    """Return phi^T rest. Usually `rest` is zero, and the pass is skipped."""
-    return jax.lax.cond(
-        _tree.any_nonzero(rest),
-        lambda e: lin.vjp(e),
-        lambda _: _tree.zeros_like(lin.point),
-        rest,
-    )
