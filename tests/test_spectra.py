@@ -302,10 +302,11 @@ def test_shares_of_targets():
     jacobian = of_spectrum([3.0, 2.0, 1.0], 6, 5)
     spectrum = linear(jacobian).spectrum("eigh")
     _, u = np.linalg.eigh(jacobian @ jacobian.T)
+    u = u[:, ::-1]  # the largest eigenvalue first
     targets = RNG.standard_normal(6)
     shares = np.asarray(spectrum.shares(jnp.asarray(1e150 * targets)))
     expected = (u.T @ targets) ** 2 / np.sum(targets**2)
-    np.testing.assert_allclose(shares[-3:], expected[-3:], rtol=1e-9)
+    np.testing.assert_allclose(shares[:3], expected[:3], rtol=1e-9)
     assert np.sum(shares) <= 1 + 1e-12
     assert np.all(np.asarray(spectrum.shares(jnp.zeros(6))) == 0)
 
@@ -345,15 +346,16 @@ def test_estimated_errors_are_right(estimate, square, dtype):
     (estimate, exact), jacobian = ESTIMATES[estimate], SQUARES[square]
     expected = exact(np.linalg.eigvalsh(jacobian @ jacobian.T))
     draw = jax.jit(lambda jacobian, key: estimate(linear(jacobian, dtype), key))
-    found = [draw(jacobian, key) for key in jax.random.split(jax.random.key(0), 20)]
+    found = [draw(jacobian, key) for key in jax.random.split(jax.random.key(0), 60)]
     values = np.array([float(one.value) for one in found])
     said = np.array([float(one.standard_error) for one in found])
     rounding = 1e3 * float(jnp.finfo(dtype).eps) * abs(expected)
-    # Root mean square over twenty draws. A trace's errors come from probes that are left
-    # out in turn, so they are not independent.
+    # Root mean squares over all draws.
     errors = np.sqrt(np.mean((values - expected) ** 2))
-    assert errors <= 2 * np.sqrt(np.mean(said**2)) + rounding
-    assert errors >= 0.4 * np.sqrt(np.mean(said**2)) - rounding
+    assert errors <= 1.3 * np.sqrt(np.mean(said**2)) + rounding
+    # The jackknife's error of a trace is too large if eigenvalues fall fast.
+    least = 0.2 if estimate is ESTIMATES["trace"][0] else 0.6
+    assert errors >= least * np.sqrt(np.mean(said**2)) - rounding
 
 
 def test_a_trace_from_as_many_probes_as_dimensions():
@@ -428,3 +430,20 @@ def test_a_model_in_place_of_its_linearisation():
     model = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match="`lin` must be a linearisation, such as"):
         gnlin.spectra.leading(model, 1)
+
+
+@pytest.mark.parametrize("slow_decay", [True, False])
+def test_the_standard_error_of_a_trace_is_not_too_small(slow_decay):
+    powers = np.arange(1.0, 101) ** (-0.25 if slow_decay else -1.0)
+    jacobian = of_spectrum(powers, 100, 120)
+    expected = np.sum(powers)
+
+    def draw(key):
+        found = spectra.trace(linear(jacobian), key=key, num_probes=12)
+        return found.value, found.standard_error
+
+    keys = jax.random.split(jax.random.key(3), 200)
+    values, said = map(np.asarray, jax.jit(jax.vmap(draw))(keys))
+    error = np.sqrt(np.mean((values - expected) ** 2))
+    assert 0.3 * np.mean(said) < error < 1.2 * np.mean(said)
+    assert np.mean(np.abs(values - expected) > 2 * said) < 0.1

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Scalar
+from jaxtyping import Array, Float, Key, Scalar
 
 from .._common import _tree
 from .._common._tree import matmul
@@ -63,3 +63,59 @@ def eigenpairs(
     excess = s**2 - shift
     least = rank * float(jnp.finfo(dtype).eps) * shift
     return vectors, jnp.where(excess > least, excess, 0)
+
+
+def trace(
+    product: Callable[[Float[Array, " n"]], Float[Array, " n"]],
+    n: int,
+    num_probes: int,
+    key: Key[Array, ""],
+    dtype: Any,
+) -> tuple[Scalar, Scalar]:
+    r"""Estimate the trace of $A$, n x n, and the standard error of the estimate; see
+    [`gnlin.spectra.trace`][]."""
+    # Each column is uniform on the sphere of radius sqrt(n).
+    probes = jax.random.normal(key, (n, num_probes), dtype)
+    probes *= (n**0.5 / jnp.linalg.norm(probes, axis=0))[None]
+    sketch = jax.lax.map(product, probes.T).T
+    # The smallest singular value of the probes is about sqrt(n) times this (Marchenko and
+    # Pastur), and the shift must exceed rounding there, too.
+    least = 1 - (num_probes / n) ** 0.5 + 1 / n
+    sketch, shift = shifted(probes, sketch, n**0.5 / least)
+
+    # In the basis Q, the Nystrom approximation is B B^T.
+    q, r = jnp.linalg.qr(sketch)
+    factor = core_factor(probes, sketch)
+    b = halved(factor, r)
+    # The inverse of the core is C^-T times its transpose.
+    inverse = halved(factor, jnp.eye(num_probes, dtype=dtype))
+    scale = jnp.linalg.norm(inverse, axis=1)
+    left_out = matmul(b, inverse.T) / scale[None]
+    seen = jnp.sum(left_out * matmul(q.T, probes), axis=0)
+    # The remainder is zero on the other probes. The part of a probe that is orthogonal to
+    # them is scaled to represent the n - l + 1 dimensions beside them.
+    _, upper = jnp.linalg.qr(probes)
+    upward = jax.scipy.linalg.solve_triangular(upper, jnp.eye(num_probes, dtype=dtype))
+    stretch = (n - num_probes + 1) * jnp.sum(upward**2, axis=1)
+    compressed = jnp.sum(b**2) - jnp.sum(left_out**2, axis=0)
+    value = jnp.mean(compressed + stretch * seen**2 - shift * n)
+
+    # Without two probes, the approximation loses what their span held. The remainder of
+    # one of them, and its part that is orthogonal to the other probes, are those without
+    # it alone, divided by 1 - cos^2 of the two rows of the inverse of the core's factor,
+    # or of R's.
+    others = ~jnp.eye(num_probes, dtype=bool)
+    cosine = _cosines(inverse)
+    sine = jnp.where(others, 1 - cosine**2, 1)
+    inner = matmul(left_out.T, left_out)
+    alone = jnp.diagonal(inner)
+    lost = (alone[:, None] + alone[None] - 2 * cosine * inner) / sine
+    wider = (n - num_probes + 2) / (n - num_probes + 1) * (1 - _cosines(upward) ** 2)
+    each = (stretch / scale**2)[:, None] * wider / sine - lost
+    without = jnp.sum(jnp.where(others, each, 0), axis=0) / (num_probes - 1)
+    return value, jnp.sqrt(num_probes - 1) * jnp.std(without)
+
+
+def _cosines(rows: Float[Array, "l n"]) -> Float[Array, "l l"]:
+    unit = rows / jnp.linalg.norm(rows, axis=1)[:, None]
+    return matmul(unit, unit.T)

@@ -52,9 +52,9 @@ class Spectrum(eqx.Module):
 
     **Attributes:**
 
-    - `eigenvalues`: $w \ge 0$, of which there are k = min(m, p), or m if only the kernel
-        fits in the memory budget. Values indistinguishable from zero at working precision
-        are exactly zero. All are NaN if the Jacobian is not finite.
+    - `eigenvalues`: $w \ge 0$, the largest first, of which there are k = min(m, p), or m
+        if only the kernel fits in the memory budget. Values indistinguishable from zero
+        at working precision are exactly zero. All are NaN if the Jacobian is not finite.
     - `coefficients`: $U^\top r$, the residual in the kernel's eigenvectors.
     """
 
@@ -313,8 +313,8 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
 def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
     """Return the spectrum from eigenpairs of the kernel."""
     kernel = jacobian.gram()
-    w, u = _lapack.eigh(kernel)
-    w = jnp.where(w <= _rounding(kernel) * w[-1], 0, w)
+    w, u = _largest_first(*_lapack.eigh(kernel))
+    w = jnp.where(w <= _rounding(kernel) * w[0], 0, w)
     lift = Partial(_lift_kernel, jacobian.pull_back, u)
     origin = _Origin(jacobian, residual, u)
     return Spectrum(w, residual, Partial(matmul, u.T), lift, lift, origin)
@@ -323,10 +323,10 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
 def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
     """Return the spectrum from eigenpairs of the curvature: u = phi v / sqrt(w)."""
     phi = jacobian.as_matrix()
-    eigenvalues, v = _lapack.eigh(gram_of_columns(phi))
+    eigenvalues, v = _largest_first(*_lapack.eigh(gram_of_columns(phi)))
 
     def above(least: float, faint=None) -> Spectrum:
-        w = jnp.where(eigenvalues <= least * eigenvalues[-1], 0, eigenvalues)
+        w = jnp.where(eigenvalues <= least * eigenvalues[0], 0, eigenvalues)
         s = jnp.sqrt(w)
         return Spectrum(
             w,
@@ -340,7 +340,11 @@ def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> 
 
     # Rounding was mostly about eps; the same network ends at 2e-4, and 2e-2 without.
     usual = float(jnp.finfo(v.dtype).eps)
-    return above(_rounding(v), (above(usual), usual**2 * eigenvalues[-1]))
+    return above(_rounding(v), (above(usual), usual**2 * eigenvalues[0]))
+
+
+def _largest_first(w, u):
+    return w[::-1], u[:, ::-1]
 
 
 class _Origin(eqx.Module):
