@@ -478,6 +478,19 @@ def test_redefined_functions_are_not_compiled_again():
         group = gnlin.Residuals(lambda m, x: m(x) - c * x, X)
         return gnlin.solve(model, group, SOLVERS["damped"], max_steps=2).loss
 
+    ends = jnp.array([[0, 1], [1, 2]])
+
+    def with_selection(c):
+        chain = {
+            "steps": gnlin.Residuals(
+                lambda p, e: p[1] - p[0] - c, ends, select=lambda e: e
+            ),
+            "start": gnlin.Residuals(
+                lambda p, k: p, jnp.zeros(1, int), select=lambda k: k
+            ),
+        }
+        return gnlin.solve(jnp.zeros((3, 1)), chain, SOLVERS["damped"]).model
+
     first = with_activation().loss
     assert with_activation().loss == first
     one, two = with_constant(jnp.zeros(1)), with_constant(jnp.ones(1))
@@ -486,6 +499,7 @@ def test_redefined_functions_are_not_compiled_again():
     for w, c in (one, 0.0), (two, 1.0):
         np.testing.assert_allclose(w, np.sum(e * (t - c)) / np.sum(e * e))
     with_group(jnp.ones(1))
+    np.testing.assert_allclose(with_selection(jnp.ones(1))[:, 0], [0, 1, 2], atol=1e-6)
     names, other = [], jnp.asarray(np.full(1, 2.0))
 
     def note(name, *_, **__):
@@ -496,9 +510,11 @@ def test_redefined_functions_are_not_compiled_again():
         with_activation()
         with_constant(other)
         with_group(other)
+        moved = with_selection(other)
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert not any("backend_compile" in name for name in names)
+    np.testing.assert_allclose(moved[:, 0], [0, 2, 4], atol=1e-6)
 
 
 #

@@ -17,7 +17,12 @@ from ._directions import (
     Direction as Direction,
     only_direction as only_direction,
 )
-from ._gathered import Gathered as Gathered, Selected as Selected, Sparse as Sparse
+from ._gathered import (
+    Gathered as Gathered,
+    gathered as gathered,
+    Selected as Selected,
+    Sparse as Sparse,
+)
 from ._layer import Layer as Layer
 from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
 from ._rows import Rows as Rows

@@ -11,7 +11,7 @@ from jaxtyping import Array, Key, PyTree
 from .._common._canonical import canonical, of_one_example
 from .._common._checks import first_line, is_own
 from .._common._precision import full_precision
-from .._jacobian import AtOnce, PerGroup, Selected, Sparsity
+from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
 from ._model import Frozen
 
 
@@ -80,17 +80,20 @@ class GroupNetwork(eqx.Module):
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
         """Return an equivalent network, compared by what the groups compute from inputs
-        of these shapes. Unchanged if a group has a `select`."""
-        if self.selections:
-            return self
-        found = {}
+        of these shapes."""
+        fns, selections = {}, {}
         for name in self.fns:
-            given = inputs[name]
+            given, read = inputs[name], parameters
             example = given if name in self.at_once else of_one_example(given)
-            found[name] = canonical(self._of(name), parameters, example)
+            select = self.selections.get(name)
+            if select is not None:
+                selections[name] = canonical(select, example)
+                read = jax.eval_shape(gathered, read, jax.eval_shape(select, example))
+            fns[name] = canonical(self._of(name), read, example)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
-        return dataclasses.replace(self, frozen=frozen, fns=found)
+        changes = {"frozen": frozen, "fns": fns, "selections": selections}
+        return dataclasses.replace(self, **changes)
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
         return inputs
