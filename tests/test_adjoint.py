@@ -135,3 +135,28 @@ def test_solve_inside_transformations_of_closed_over_values():
     np.testing.assert_allclose(jax.vmap(found)(jnp.array([2.0, 3.0])), [2.0, 3.0])
     value, along = jax.jvp(found, (jnp.array(2.0),), (jnp.array(1.0),))
     np.testing.assert_allclose([value, along], [2.0, 1.0])
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+def test_a_direction_without_data_has_derivative_zero(derivative):
+    def places(apart):
+        solver = gnlin.LevenbergMarquardt()
+        return minimum(lambda p, d: jnp.diff(p) - d, solver, jnp.zeros(4), apart)
+
+    found = derivative(places)(jnp.array([1.0, 2.0, 3.0]))
+    np.testing.assert_allclose(found, np.linalg.pinv(np.diff(np.eye(4), axis=0)))
+
+
+def test_the_rank_does_not_depend_on_units():
+    units = jnp.array([1e-9, 1e9])
+
+    def scaled(y):
+        fn = lambda p, y: decay({"a": p[0] / 1e-9, "rate": p[1] / 1e9}, y)
+        return minimum(fn, gnlin.LevenbergMarquardt(), units, y) / units
+
+    def plain(y):
+        fn = lambda p, y: decay({"a": p[0], "rate": p[1]}, y)
+        return minimum(fn, gnlin.LevenbergMarquardt(), jnp.ones(2), y)
+
+    found, expected = jax.jacrev(scaled)(SIGNAL), jax.jacrev(plain)(SIGNAL)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)

@@ -235,7 +235,7 @@ def test_errors_of_retractions():
     solve = lambda r: optx.least_squares(
         residuals, gnlin.LevenbergMarquardt(retraction=r), y
     )
-    add = lambda row, step: row + step
+    add = lambda row, step: row + 1.0 * step
     with pytest.raises(ValueError, match="a parameter is a scalar: pass `None`"):
         solve(add)
     with pytest.raises(ValueError, match=r"must return a row of the shape \(3,\)"):
@@ -255,3 +255,17 @@ def test_errors_of_retractions():
             gnlin.LevenbergMarquardt(retraction=add),
             steps=1,
         )
+
+
+def test_a_retraction_that_only_adds():
+    solver = gnlin.LevenbergMarquardt(retraction=lambda row, step: row + step)
+    with pytest.raises(ValueError, match="only adds the step to the row"):
+        optx.least_squares(lambda y, _: y - 1, solver, jnp.zeros(7))
+
+
+def test_a_retraction_that_forgets_the_row():
+    turned = lambda step: jnp.stack([jnp.cos(step[0]), jnp.sin(step[0])])
+    residuals = lambda y, _: y - turned(jnp.array([2.0]))
+    solver = gnlin.LevenbergMarquardt(retraction=lambda row, step: turned(step))
+    with pytest.warns(UserWarning, match="must return the row itself for a step of zero"):
+        gnlin.solve(jnp.array([1.0, 0.0]), gnlin.Residuals(residuals), solver)

@@ -57,6 +57,18 @@ class Retraction(eqx.Module):
         steps = jax.tree.leaves(step)
         return structure.unflatten(list(map(each, self.fns, self.whole, leaves, steps)))
 
+    def flaw(self, y: PyTree[Array]) -> str:
+        """Return a sentence if a step of zero moves parameters near y, or ""."""
+        near = self.moved(y, jax.tree.map(lambda x: jnp.full_like(x, 1e-2), y))
+        still = self.moved(near, _tree.zeros_like(y))
+        change = _tree.norm(jax.tree.map(jnp.subtract, still, near))
+        if not change > _tree.eps(y) ** 0.5 * _tree.norm(y):
+            return ""
+        return (
+            "`retraction` must return the row itself for a step of zero, but moves it by "
+            f"{float(change):.3g}: apply the step to the row."
+        )
+
     def tangents(self, y: PyTree[Array]) -> list[Float[Array, "k d d"] | None]:
         """Return the derivatives of new rows with respect to steps, at zero steps."""
 
@@ -81,6 +93,11 @@ def _is_a_row(fn: Any, x: Array) -> bool:
             "for it."
         )
     row = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    if _only_adds(fn, jax.ShapeDtypeStruct(x.shape, x.dtype)):
+        raise ValueError(
+            "`retraction` only adds the step to the row, as `jaxlie.manifold.rplus` does "
+            "to plain arrays: make the rotation of the row inside it, or leave it out."
+        )
     if x.ndim == 1:
         with contextlib.suppress(Exception):  # `fn` may need the whole array
             if _returned(fn, row) == row.shape:
@@ -98,3 +115,10 @@ def _is_a_row(fn: Any, x: Array) -> bool:
 
 def _returned(fn: Any, row: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
     return getattr(jax.eval_shape(fn, row, row), "shape", None)
+
+
+def _only_adds(fn: Any, row: jax.ShapeDtypeStruct) -> bool:
+    with contextlib.suppress(Exception):  # `fn` may need a row and not the whole array
+        program = jax.make_jaxpr(fn)(row, row).jaxpr
+        return [str(e.primitive) for e in program.eqns] == ["add"]
+    return False

@@ -1,15 +1,61 @@
-"""Implicit derivatives of a minimum with bounds or a retraction."""
+"""Implicit derivatives of a minimum, also with bounds or a retraction."""
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
+from .._linear_algebra import _lapack
 from .._linearisation._bounds import Box
 from .._linearisation._retraction import Retraction
+
+
+class _Inverse(eqx.Module):
+    """The pseudo-inverse of a matrix, and the structures that it maps between."""
+
+    matrix: Float[Array, "p q"]
+    domain: _tree.Structure = eqx.field(static=True)
+    codomain: _tree.Structure = eqx.field(static=True)
+
+
+class _LeastNorm(lx.AbstractLinearSolver[_Inverse]):
+    """The solution of least norm, after rows and columns are scaled to a largest entry of
+    one, so that the rank does not depend on the parameters' units."""
+
+    def init(self, operator: lx.AbstractLinearOperator, options: dict) -> _Inverse:
+        matrix = operator.as_matrix()
+        of_rows = _inverse(jnp.max(jnp.abs(matrix), axis=1))
+        of_columns = _inverse(jnp.max(jnp.abs(of_rows[:, None] * matrix), axis=0))
+        u, w, vt = _lapack.svd(of_rows[:, None] * matrix * of_columns[None])
+        rounding = len(w) * jnp.finfo(w.dtype).eps * jnp.max(w, initial=0)
+        inverse = _tree.matmul(vt.T * _inverse(jnp.where(w > rounding, w, 0))[None], u.T)
+        inverse = of_columns[:, None] * inverse * of_rows[None]
+        inverse = jnp.where(jnp.all(jnp.isfinite(matrix)), inverse, jnp.nan)
+        shapes = operator.out_structure(), operator.in_structure()
+        return _Inverse(inverse, *map(_tree.Structure.of, shapes))
+
+    def compute(self, state: _Inverse, vector: PyTree[Array], options: dict):
+        flat = _tree.matmul(state.matrix, _tree.ravel_pytree(vector)[0])
+        return state.codomain.unravel(flat), lx.RESULTS.successful, {}
+
+    def transpose(self, state: _Inverse, options: dict) -> tuple[_Inverse, dict]:
+        return _Inverse(state.matrix.T, state.codomain, state.domain), {}
+
+    def conj(self, state: _Inverse, options: dict) -> tuple[_Inverse, dict]:
+        return state, {}  # parameters are real
+
+    def assume_full_rank(self) -> bool:
+        return False
+
+
+def _inverse(x: Float[Array, " n"]) -> Float[Array, " n"]:
+    """Return 1 / x, and 0 where x is zero."""
+    return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))
 
 
 class ImplicitAdjoint(optx.ImplicitAdjoint):
@@ -20,11 +66,16 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
     $\nabla L(\theta) = 0$. At a bound the gradient is not zero: a parameter at a bound
     that descent would cross moves with the bound, and the others move as if it were
     fixed. A parameter at a bound with zero gradient counts as free. With a retraction the
-    gradient along the manifold is zero. For a solver with neither, the two classes agree.
+    gradient along the manifold is zero.
+
+    In a direction that the data do not determine, such as a common shift of all poses of
+    a graph, the derivative is zero. optimistix's class raises an error there.
 
     **Arguments:**
 
-    - `linear_solver`: a linear solver of lineax, as in `optimistix.ImplicitAdjoint`.
+    - `linear_solver`: a linear solver of lineax, as in `optimistix.ImplicitAdjoint`. The
+        default takes a singular value decomposition of the p x p matrix. If the data
+        determine all of many parameters, `lineax.LU()` is faster.
 
     !!! example
 
@@ -42,6 +93,8 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
         J. Nocedal and S. Wright, *Numerical optimization* (2006), section 12.8, on the
         sensitivity of a solution with active constraints.
     """
+
+    linear_solver: lx.AbstractLinearSolver = _LeastNorm()
 
     def apply(self, primal_fn, rewrite_fn, inputs, tags):
         _, solver, *_ = inputs

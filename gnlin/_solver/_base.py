@@ -55,8 +55,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         other bounds is followed to the first one, and the problem is solved again for the
         remaining parameters. (If Levenberg-Marquardt uses scales, and there are at most
         ten times as many parameters as residuals, this takes no further factorisation.)
-        For derivatives of a minimum at a bound use [`gnlin.methods.ImplicitAdjoint`][],
-        as with a `retraction`.
+        The default adjoint of `optimistix.least_squares` gives wrong derivatives of a
+        minimum at a bound, or with a `retraction`: pass
+        [`gnlin.methods.ImplicitAdjoint`][].
     - `retraction`: a function for parameters that are not moved by addition, such as
         rotations and poses. `retraction(row, step)` returns the new row of an array of
         parameters. The step has the shape of the row, and its unused entries stay zero. A
