@@ -266,6 +266,14 @@ class Normalised(eqx.Module):
         return self.norm(self.linear(x), state)
 
 
+class Keyless(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
 class BatchFirst(eqx.Module):
     weights: jax.Array
 
@@ -284,6 +292,7 @@ MODELS = {
     "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\) it"),
     "of another width": (eqx.nn.Linear(2, 1, key=jax.random.key(0)), r"of shape \(1,\)"),
     "to a string": ((lambda p, x: "one", PARAMETERS), "must return an array, .* 'one'"),
+    "dropout": (Keyless(LINE, eqx.nn.Dropout(0.5)), "has dropout but no argument `key`"),
     "to nothing": ((lambda p, x: None, PARAMETERS), "must return an array, .* None"),
 }
 

@@ -299,17 +299,17 @@ PAIRS = {
     "data": [
         lambda: {"data": (X, T)},
         lambda: {"data": (X, T + 1e-9)},
-        "its data is arrays of checksum ",
+        "its data set is arrays of checksum ",
     ],
     "dtype of the data": [
         lambda: {"data": (X, T)},
         lambda: {"data": (X, T.astype(jnp.float32))},
-        "its data is arrays of checksum ",
+        "its data set is arrays of checksum ",
     ],
     "list of batches": [
         lambda: {"data": BATCHES},
         lambda: {"data": [*BATCHES[:2], (X[8:], T[8:] + 1e-9)]},
-        "its data is batches of checksum ",
+        "its data set is batches of checksum ",
     ],
 }
 

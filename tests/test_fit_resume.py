@@ -183,8 +183,8 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert_same_run(again, first)
     assert not steps.steps
     assert names(tmp_path) == before == [checkpoint(0), checkpoint(6)]
-    fewer = fit(**{**arguments, "steps": 2}, resume=True)
-    assert fewer.stats["num_steps"] == 6
+    with pytest.raises(CheckpointError, match="after 6 steps, more than this run makes"):
+        fit(**{**arguments, "steps": 2}, resume=True)
 
 
 class Steps(Callback):
@@ -286,6 +286,17 @@ def test_early_stopping_resumes(tmp_path):
         assert_same_run(run(epochs=6, checkpoint=folder, resume=True), whole)
         # A run that has stopped is not continued.
         assert_same_run(run(epochs=7, checkpoint=folder, resume=True), whole)
+    patient = EarlyStop(patience=5)
+    with pytest.raises(ValueError, match="patience=3.*, and here it has .*patience=5"):
+        fit(
+            data=BATCHES,
+            solver=gnlin.IterativeLinearisation(3, 1e-9),
+            epochs=6,
+            validation=BATCHES,
+            callbacks=patient,
+            checkpoint=folder,
+            resume=True,
+        )
 
 
 def test_a_run_that_failed_stays_as_it_is(tmp_path):
@@ -461,7 +472,7 @@ OTHERS = {
         {"data": (X[:8], T[:8])},
         " with shapes ((12, 3), (12, 2), None), and here it is arrays of checksum ",
     ),
-    "other examples": ({"data": (X, T + 1)}, "its data is arrays of checksum "),
+    "other examples": ({"data": (X, T + 1)}, "its data set is arrays of checksum "),
     "hyperparameter": (
         {"solver": gnlin.IterativeLinearisation(3, 0.07)},
         "its solver's learning_rate is 0.05, and here it is 0.07",
@@ -477,11 +488,11 @@ OTHERS = {
     "batches": ({"data": BATCHES, "batch_size": None}, "belongs to another run: its "),
     "metrics": (
         {"validation": (X, T), "metrics": {"spread": lambda f, t: jnp.std(f)}},
-        "its columns is",
+        "its list of columns is",
     ),
     "early stop": (
         {"validation": (X, T), "callbacks": EarlyStop()},
-        "its columns is",
+        "its list of columns is",
     ),
 }
 

@@ -784,6 +784,14 @@ MISTAKES = {
         'other than "loss"',
     ),
     "augment": ({"augment": 3}, "`augment` must be a function"),
+    "augment without a key": (
+        {"augment": lambda x: x},
+        r"is called as `augment\(inputs, key\)`, but its arguments are \(x\)",
+    ),
+    "batches without an epoch": (
+        {"data": lambda: [(X, X)], "batch_size": None},
+        r"is called as `data\(epoch\)`, but its arguments are \(\)",
+    ),
     "callbacks": ({"callbacks": [print]}, "`callbacks` must be"),
     "callback class": ({"callbacks": gnlin.callbacks.Progress}, "must be instances"),
     "key": ({"key": 0}, "`key` must be one key"),

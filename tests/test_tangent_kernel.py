@@ -307,7 +307,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     num_tiles = first.stdout.count("whole.npy")
     assert num_tiles > 3
     assert first.stdout.count("killed.npy") == 2
-    assert whole.read_bytes() != killed.read_bytes()
+    assert not killed.exists()  # the zeros of an unfinished file look like a kernel
     # The second of these calls finds that all is done.
     second = run(-1, killed, killed)
     assert second.returncode == 0, second.stderr

@@ -5,6 +5,7 @@ number: where one is allowed, test for it before calling these.
 """
 
 import dis
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -95,6 +96,23 @@ def check_callable(name: str, value: object, what: str, example: str) -> None:
         raise ValueError(
             f"`{name}` must be {what}, such as `{example}`, but {value!r} was given."
         )
+
+
+def check_takes(call: str, fn: Callable, number: int) -> None:
+    """Raise `ValueError` unless a function takes this number of arguments.
+
+    - `call`: how it is called, such as "augment(inputs, key)".
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # as of some built-in functions
+        return
+    try:
+        signature.bind(*[None] * number)
+    except TypeError as error:
+        raise ValueError(
+            f"The function is called as `{call}`, but its arguments are {signature}."
+        ) from error
 
 
 def check_one_of(

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
-from .._common._checks import as_key, check_count, check_flag, is_traced
+from .._common._checks import as_key, check_count, check_flag, check_takes, is_traced
 from .._common._progress import on_a_terminal
 from .._common._sharding import automatic, mesh_of, on_mesh, places
 from .._linearisation._bounds import check_start
@@ -143,6 +143,7 @@ def fit(
         result.history["validation_accuracy"][-1]  # 0.92
         ```
     """
+    by_optax = not isinstance(solver, AbstractGaussNewton)
     solver = as_solver(solver)
     check_loss(loss)
     check_divergence(divergence)
@@ -158,8 +159,10 @@ def fit(
             check_count(name, value)
     if (epochs is None) == (steps is None):
         raise ValueError("Pass exactly one of `epochs` and `steps`.")
-    if augment is not None and not callable(augment):
-        raise ValueError("`augment` must be a function, `augment(inputs, key)`.")
+    if augment is not None:
+        if not callable(augment):
+            raise ValueError("`augment` must be a function, `augment(inputs, key)`.")
+        check_takes("augment(inputs, key)", augment, 2)
     metrics = {} if metrics is None else metrics
     if not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
         raise ValueError("`metrics` must be functions of `(outputs, targets)`, by name.")
@@ -251,7 +254,8 @@ def fit(
     setting = setting._replace(places=shardings)
     evaluation = None
     if validation is not None:
-        linearised = solver.linearisation_point(carry.solver_state) is not None
+        kept = solver.linearisation_point(carry.solver_state) is not None
+        linearised = kept and not by_optax  # one step does not leave the linearisation
         evaluation = Validation(setting, carry, validation, metrics, linearised)
     if progress and on_a_terminal():
         callbacks.append(Progress())

@@ -371,6 +371,12 @@ class Run(AbstractRun):
         of_run = self._stream, self._rows.columns, self.model, self.model_state
         return described_run(self._setting, inputs, *of_run)
 
+    def has_passed(self, step: int, epoch: int) -> bool:
+        """Whether this run would have ended before a step and an epoch."""
+        if self.num_steps is not None:
+            return step > self.num_steps
+        return self._num_epochs is not None and epoch > self._num_epochs
+
     def restore(self, snapshot: Snapshot) -> None:
         """Resume from a snapshot; raise `Fault` if this run cannot have left it."""
 

@@ -47,11 +47,13 @@ def described_run(
     program = Compiled(step, (setting,), *inputs).program(*inputs)
     others = "key", "augment", "batch_size", "curvature_batch_size", "divergence"
     shapes = jax.tree.map(np.shape, stream.example())
+    prior = setting.prior
     return {
         "data": f"{stream.identity()} with shapes {shapes}",
-        "columns": ", ".join(columns),
         **described_by_field("solver", setting.solver),
         **described_by_field("loss", setting.loss),
+        "prior": described(None if prior is None else prior.deviation),
+        "columns": ", ".join(columns),
         **{name: described(getattr(setting, name)) for name in others},
         **described_by_leaf("model", model),
         **described_by_leaf("state", state),
@@ -94,6 +96,11 @@ class Saver:
             self._run.restore(snapshot)
         except Fault as error:
             raise _checkpoint.refusal(path, error) from error
+        if self._run.has_passed(snapshot.step, snapshot.epoch):
+            raise CheckpointError(
+                f"{path} was written after {snapshot.step} steps, more than this "
+                "run makes: raise `epochs` or `steps`, or pass another folder."
+            )
         return snapshot
 
     def begin(self) -> None:
@@ -113,7 +120,8 @@ class Saver:
         if all(there.get(name) == here[name] for name in _DECISIVE):
             return
         name = next(x for x in {**here, **there} if here.get(x) != there.get(x))
-        what = f"its {name} is {there.get(name)}, and here it is {here.get(name)}"
+        called = {"data": "data set", "columns": "list of columns"}.get(name, name)
+        what = f"its {called} is {there.get(name)}, and here it is {here.get(name)}"
         if name == "step":
             what = (
                 "its steps compute something else, as with another learning rate of an "

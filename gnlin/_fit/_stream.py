@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
+from .._common._checks import check_takes
 from .._common._identity import checksum, named
 from .._training._data import a_kind_of, as_batch, as_tuple, not_finite
 from .._training._residuals import GroupsByName, where_not_finite
@@ -109,6 +110,8 @@ class IterableStream:
     def __init__(self, data: Any, name: str):
         self._data = data
         self._name = name
+        if callable(data):
+            check_takes(f"{name}(epoch)", data, 1)
         batches = iter(self._iterable(0))
         try:
             first = next(batches)

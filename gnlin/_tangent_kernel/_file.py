@@ -39,7 +39,8 @@ def _slices(n: int, size: int) -> list[slice]:
 class KernelFile(NamedTuple):
     """A NumPy file, and a JSON file beside it with its origin and its progress.
 
-    - `path`: the path of the array, with the suffix `.npy`.
+    - `path`: the path of the array, with the suffix `.npy`. Until it is finished, the
+        suffix `.part` is added.
     - `shape`, `dtype`: the shape and type of the array.
     - `identity`: checksums of everything that determines the array.
     """
@@ -52,8 +53,9 @@ class KernelFile(NamedTuple):
     def begin(self, tile: Size) -> tuple[Size, int]:
         """Return the size of a tile and the number that are done. For an existing file
         both are read from it; else a new file is created."""
-        if self.path.exists():
-            return self._found()
+        for path in (self.path, self._part):
+            if path.exists():
+                return self._found(path)
         new = _beside(self.path, ".new")
         try:
             array = np.lib.format.open_memmap(
@@ -62,7 +64,7 @@ class KernelFile(NamedTuple):
             array.flush()
             _reserve(new)
             self._note(tile, 0)
-            os.replace(new, self.path)
+            os.replace(new, self._part)
         except OSError as error:
             new.unlink(missing_ok=True)
             raise self._unwritable(error) from error
@@ -89,7 +91,7 @@ class KernelFile(NamedTuple):
     def _unwritable(self, error: Exception) -> ValueError:
         return ValueError(f"The kernel cannot be written to {str(self.path)!r}: {error}.")
 
-    def _found(self) -> tuple[Size, int]:
+    def _found(self, path: Path) -> tuple[Size, int]:
         if not self._record.exists():
             raise ValueError(
                 f"`file` is {str(self.path)!r}, which exists and is not a kernel written "
@@ -98,7 +100,7 @@ class KernelFile(NamedTuple):
         try:
             found = json.loads(self._record.read_text())
             record = found["identity"], tuple(found["tile"]), found["num_done"]
-            array = np.load(self.path, mmap_mode="r")
+            array = np.load(path, mmap_mode="r")
         except (EOFError, KeyError, OSError, TypeError, ValueError) as error:
             raise self._damaged() from error
         identity, tile, num_done = record
@@ -120,15 +122,21 @@ class KernelFile(NamedTuple):
 
     def put(self, parts: Iterable[tuple[Place, np.ndarray]], tile: Size, num_done: int):
         """Write parts of the array, and record that `num_done` tiles are done."""
-        array = np.load(self.path, mmap_mode="r+")
+        array = np.load(self._part, mmap_mode="r+")
         for place, part in parts:
             array[place] = part
         array.flush()
         self._note(tile, num_done)
 
-    def read(self) -> np.ndarray:
-        """Return the array, memory-mapped."""
+    def finished(self) -> np.ndarray:
+        """Give the array its name, and return it memory-mapped."""
+        if self._part.exists():
+            os.replace(self._part, self.path)
         return np.load(self.path, mmap_mode="r")
+
+    @property
+    def _part(self) -> Path:
+        return _beside(self.path, ".part")
 
     @property
     def _record(self) -> Path:

@@ -224,7 +224,7 @@ class TangentKernel(eqx.Module):
             rest = self._tiles(sets, tile, num_done, progress)
             for number, parts in enumerate(rest, num_done + 1):
                 kept.put(parts, tile, number)
-        return kept.read()
+            return kept.finished()
 
     def by_parameter(self, x1: PyTree, x2: PyTree | None = None) -> PyTree[Array]:
         """Return the contribution of each array of parameters to the kernel, in the

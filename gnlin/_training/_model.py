@@ -150,6 +150,11 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
                 "The model needs a `key`, for example for dropout, but has none here: "
                 "pass `equinox.nn.inference_mode(model)`."
             ) from error
+        if "requires a key" in str(error) and not _takes_key(model):
+            raise ValueError(
+                "The model has dropout but no argument `key`: define `__call__(self, x, "
+                "key)`, and pass the key on."
+            ) from error
         if is_own(error) or not isinstance(error, TypeError | ValueError):
             raise
         raise ValueError(

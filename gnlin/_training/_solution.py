@@ -176,7 +176,8 @@ class Solution(eqx.Module, Generic[Model]):
             losses[1:] = [self.loss]
         from_to = " -> ".join(f"{float(loss):.4g}" for loss in losses)
         ended = f"{result_name(self.result)}, {self.reason!r}"
-        return f"Solution({name}, {ended}, loss {from_to or 'unknown'})"
+        what = "batch losses" if self.loss is None else "loss"
+        return f"Solution({name}, {ended}, {what} {from_to or 'unknown'})"
 
 
 NO_GRADIENT = (

@@ -87,7 +87,17 @@ class EarlyStop(Callback):
             run.set_arrays(self.best_arrays)
 
     def state(self) -> PyTree:
-        return self.best, self.num_worse, self.best_arrays
+        return self._settings(), self.best, self.num_worse, self.best_arrays
 
     def restore(self, state: PyTree) -> None:
-        self.best, self.num_worse, self.best_arrays = state
+        there, self.best, self.num_worse, self.best_arrays = state
+        if there != self._settings():
+            raise ValueError(
+                f"The run that is resumed has `EarlyStop` with {there}, and here it has "
+                f"{self._settings()}: pass the former, or another folder."
+            )
+
+    def _settings(self) -> str:
+        mode = "min" if self.sign > 0 else "max"
+        numbers = f"patience={self.patience}, min_change={self.min_change}"
+        return f"monitor={self.monitor!r}, mode={mode!r}, {numbers}"

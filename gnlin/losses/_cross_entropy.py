@@ -181,9 +181,10 @@ class SoftmaxCrossEntropy(AbstractLoss):
                 )
             check_between("probabilities", targets, 0, np.inf)
         else:
+            hint = ": pass `labels.astype(int)`" if targets.dtype == bool else ""
             raise ValueError(
                 "The targets must be integer labels or probabilities, but have the dtype "
-                f"{targets.dtype}."
+                f"{targets.dtype}{hint}."
             )
 
     def _check_labels(self, labels: Array, num_classes: int) -> None:
