@@ -287,7 +287,7 @@ def test_early_stopping_resumes(tmp_path):
         # A run that has stopped is not continued.
         assert_same_run(run(epochs=7, checkpoint=folder, resume=True), whole)
     patient = EarlyStop(patience=5)
-    with pytest.raises(ValueError, match="patience=3.*, and here it has .*patience=5"):
+    with pytest.raises(ValueError, match=r"patience=3.*, and here it has .*patience=5"):
         fit(
             data=BATCHES,
             solver=gnlin.IterativeLinearisation(3, 1e-9),
