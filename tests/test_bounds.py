@@ -262,6 +262,7 @@ def decay_with(bounds, start=1.0):
         (({"b": 0.0}, None), 1.0, "no parameter 'b' to have a lower bound: .* are 'a'"),
         ((None, {"a": np.ones(3)}), 1.0, "upper bounds must be a number, or have"),
         ((0.0, 1.0, 2.0), 1.0, "must be a pair"),
+        ([(0.0, 5.0), (0.0, 1.0)], 1.0, r"may mean a pair for each parameter"),
         (3.0, 1.0, "must be a pair"),
     ],
 )

@@ -112,6 +112,11 @@ def check_pair(bounds: Any) -> None:
             "`bounds` must be a pair `(lower, upper)` of numbers, or of trees of the "
             f"parameters' structure, but {bounds!r} was given."
         )
+    if isinstance(bounds, list) and all(isinstance(bound, tuple) for bound in bounds):
+        raise ValueError(
+            f"`bounds` is {bounds!r}, which may mean a pair for each parameter, as in "
+            "`scipy.optimize.minimize`: pass a tuple, `(lower, upper)`."
+        )
     _check_order(*bounds)
 
 
