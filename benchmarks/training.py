@@ -255,6 +255,15 @@ def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
     return np.array(found, float)
 
 
+def first_losses(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
+    """Return the mean training losses before training."""
+    make_model, found = model_of(settings), []
+    for seed in settings.each_seed:
+        model, state = own_task.with_state(make_model(jax.random.key(seed)))
+        found.append(mean_loss(model, state, load(settings, place, seed).train))
+    return np.array(found, float)
+
+
 def described(settings: Images) -> str:
     """Describe the network, the data and the batch, for a caption."""
     number = "all" if settings.num_train is None else f"{settings.num_train:,}"
@@ -284,7 +293,8 @@ def full_batch(
     until_trained: bool = False,
     damping: ScalarLike | None = None,
 ) -> Columns:
-    """Train all seeds on the full batch, and return columns over seeds and looks.
+    """Train all seeds on the full batch, and return columns over seeds and looks. Losses
+    are means over the examples.
 
     - `until_trained`: a run ends once its mean training loss is at most `TRAINED_LOSS`,
         and its last look is repeated. `trained` says whether it has reached that loss.
@@ -300,7 +310,10 @@ def full_batch(
         options = until_trained, damping
         _rehearse_full_batch(settings, place, solver, num_updates, options)
     draws = [load(settings, place, seed) for seed in seeds]
-    guessed = [guessing_loss(loss_of(y), y) for _, y in (draw.train for draw in draws)]
+    guessed = [
+        guessing_loss(loss_of(y), y) / scores.number_of(y)
+        for _, y in (draw.train for draw in draws)
+    ]
     draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
     options = padded, until_trained, damping
     found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), options)
@@ -404,8 +417,8 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
             "inner_steps": state.counts.num_inner_steps,
             "passes": state.counts.num_jvps + state.counts.num_vjps,
             "stable": run.stable,
-            "train_loss": objective.value(fitted),
-            "train_loss_linearised": objective.value(of_linearised(inputs)),
+            "train_loss": objective.value(fitted) / number,
+            "train_loss_linearised": objective.value(of_linearised(inputs)) / number,
             "train_accuracy": score_of(fitted, labels),
             "validation_accuracy": score_of(fn(y, held_out), held_out_labels),
             "test_accuracy": score_of(tested, test_labels),

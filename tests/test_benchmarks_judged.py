@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
+import jax
 import numpy as np
 import pytest
 
+import gnlin
 from benchmarks import training
 from benchmarks.experiment import Place, Runs
 from benchmarks.experiments import (
@@ -514,12 +516,12 @@ def test_the_largest_stable_rate_is_below_the_first_that_diverges():
     np.testing.assert_allclose(largest, [[np.nan, 1e-3, 1e-4]] * 2)
 
 
-def stability_runs(is_stable):
+def stability_runs(is_stable, periods=(1, 10, 100)):
     """Settings, and runs of seven seeds that are stable where `is_stable` says so."""
     settings = dataclasses.replace(
         stability.QUICK,
         num_train=10,
-        periods=(1, 10, 100),
+        periods=periods,
         learning_rates=(1e-3, 1e-2, 1e-1),
     )
     runs = [
@@ -557,3 +559,38 @@ def test_a_run_that_was_not_stable_has_diverged():
     columns = {"train_loss": looks(1.0, 1.0), "guessing_loss": looks(9.0, 9.0)}
     diverged = stability.diverged(Runs({}, columns | {"stable": stable}))
     np.testing.assert_array_equal(diverged, [False, True])
+
+
+def test_a_run_that_only_falls_slowly_has_not_diverged():
+    """The loss is still above that of guessing, which is far below the start."""
+    columns = {
+        "stable": np.ones((5, 2)),
+        "first_train_loss": np.full((5, 1), 1.0),
+        "train_loss": looks(0.5, 0.999, 1.5, 0.1, np.nan),
+        "guessing_loss": looks(*5 * [0.1]),
+    }
+    diverged = stability.diverged(Runs({}, columns))
+    np.testing.assert_array_equal(diverged, [False, False, True, True, True])
+
+
+def test_the_first_loss_is_that_before_training():
+    settings = dataclasses.replace(stability.QUICK, seeds=2, num_train=20)
+    first = training.first_losses(settings, Place())
+    loss = gnlin.SoftmaxCrossEntropy()
+    for seed in range(2):
+        images, labels = training.load(settings, Place(), seed).train
+        outputs = jax.vmap(training.model_of(settings)(jax.random.key(seed)))(images)
+        objective = gnlin.authoring.BatchLoss(loss, outputs, labels)
+        assert first[seed] == pytest.approx(float(objective.value(outputs)) / 20)
+
+
+def test_claims_name_the_periods_that_were_run():
+    is_stable = lambda period, rate: rate < 0.05
+    of = lambda *periods: stability.judge_all(*stability_runs(is_stable, periods))
+    depends, tenth, over = of(3, 10, 30)
+    assert depends.claim.startswith("K = 30 diverges at learning rates at which K = 3 ")
+    assert depends.quantity.endswith("K = 30 less K = 3")
+    assert "learning rate of K = 3 is" in tenth.claim
+    assert over.claim.startswith("From K = 3 to K = 30 the largest")
+    assert "at most a factor of 1.1 " in over.claim
+    assert of(1, 10, 3_000)[2].claim.startswith("Over four decades of K the largest")
