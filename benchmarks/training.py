@@ -36,7 +36,7 @@ from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn, wide_filtered_di
 from .networks.mlp import digits_mlp, mnist_mlp, teacher_mlp
 from .networks.resnet import resnet18
 from .scores import guessing_loss, loss_of, Score, score, spread, trained_loss
-from .thresholds import PART_OF_GUESSING
+from .thresholds import PART_OF_GUESSING, TRAINED_LOSS
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
@@ -90,6 +90,8 @@ AUGMENTATIONS = {
     "none": None,
 }
 NUM_CLASSES = 10
+EXPLAINED = "the explained share of the variance of the targets"
+"""What the accuracy is on a task of values (`benchmarks/scores.py`)."""
 MOST_MARKED = 30
 """The largest number of feature updates that a figure marks."""
 VALIDATION_SHARE = 0.1
@@ -270,7 +272,25 @@ def described(settings: Images) -> str:
     batch = "full batch" if settings.batch_size is None else "mini-batches of "
     if settings.batch_size is not None:
         batch += f"{settings.batch_size}"
+    if own_task.is_own(settings.data):
+        said = f"{settings.network}, {number} training examples, {batch}"
+        return said + (f" (accuracy is {EXPLAINED})" if has_values(settings) else "")
     return f"{settings.network} on {number} training images of {settings.data}, {batch}"
+
+
+def has_values(settings: Given) -> bool:
+    """Return whether this is a user's own task whose targets are values."""
+    if not own_task.is_own(settings.data):
+        return False
+    (_, targets), _, _ = own_task.draw(settings.data, None, 0)
+    return not scores.are_classes(targets)
+
+
+def enough(settings: Given) -> str:
+    """Say, for a caption, at which mean training loss a run ends (`trained_loss`)."""
+    if not has_values(settings):
+        return f"{TRAINED_LOSS:g}"
+    return f"{TRAINED_LOSS:.0%} of that of outputs that equal the mean target"
 
 
 #

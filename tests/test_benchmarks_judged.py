@@ -312,27 +312,44 @@ def test_the_k_sweep_leaves_out_untrained_and_unsolved_runs():
     assert "K = 1e+08, 5e+04 times the training length," in verdicts[3].claim
 
 
-def test_a_period_longer_than_a_run_is_not_tested():
-    settings = dataclasses.replace(
-        k_sweep.QUICK, periods=(1.0, 10.0, 1e6), batch_size=16, num_steps=1_000
-    )
-    final = {1.0: 0.80, 10.0: 0.80, 1e6: 0.3}
+def swept(settings, final):
+    """Make up runs of eight seeds that end at these accuracies by period."""
+    steps = looks(*8 * [2_000])
     runs = [
         Runs(
             {"solver": solver, "learning_rate": 1e-3, "period": period},
-            {"test_accuracy": looks(*8 * [end])},
+            {"test_accuracy": looks(*8 * [end]), "inner_steps": steps},
         )
         for solver in (k_sweep.DESCENT, k_sweep.DAMPED)
         for period, end in final.items()
     ]
-    runs += [
+    return runs + [
         Runs(
             {"solver": k_sweep.SOLVED, "tolerance": tolerance},
             {"test_accuracy": looks(*8 * [0.3]), "unsolved": looks(*8 * [0])},
         )
         for tolerance in settings.solved_to
     ]
-    verdicts = k_sweep.judge_all(settings, runs)[:6]
+
+
+def test_the_k_sweep_names_the_periods_that_were_run():
+    final = {10.0: 0.8, 20.0: 0.8, 1e3: 0.8, 1e6: 0.3}
+    settings = dataclasses.replace(k_sweep.QUICK, periods=tuple(final))
+    verdicts = k_sweep.judge_all(settings, swept(settings, final))
+    said = [text for v in verdicts for text in (v.claim, v.quantity)]
+    assert not any("K = 1 " in text or "K = 1," in text for text in said)
+    claim = "K up to 1000, 0.5 times the training length, gives the test accuracy of K = 10"
+    assert verdicts[1].claim.startswith(claim)
+    assert "between K and K = 10, largest" in verdicts[1].quantity
+    assert "less K = 10" in verdicts[3].quantity
+
+
+def test_a_period_longer_than_a_run_is_not_tested():
+    settings = dataclasses.replace(
+        k_sweep.QUICK, periods=(1.0, 10.0, 1e6), batch_size=16, num_steps=1_000
+    )
+    final = {1.0: 0.80, 10.0: 0.80, 1e6: 0.3}
+    verdicts = k_sweep.judge_all(settings, swept(settings, final))[:6]
     of_longest = [v for v in verdicts if v.claim.startswith("K = 1e+06")]
     assert outcomes(of_longest) == 2 * [NOT_TESTED]
     assert of_longest[0].note == "K is longer than the 1,000 steps of a run"

@@ -285,6 +285,18 @@ def test_values_are_scored_by_the_share_of_their_variance():
     assert float(scores.mean_loss(mean, targets)) == pytest.approx(guessed)
 
 
+def test_captions_say_what_accuracy_and_a_trained_run_are_for_values(task):
+    settings = settings_of(k_sweep, written(task, VALUES))
+    assert "explained share of the variance" in training.described(settings)
+    (_, targets), _, _ = training.load(settings, Place(), 0)
+    guessed = scores.guessing_loss(gnlin.SquaredError(), targets) / len(targets)
+    assert float(scores.trained_loss(targets)) == pytest.approx(0.01 * guessed)
+    assert training.enough(settings).startswith("1% of that of outputs that equal the")
+    settings = settings_of(k_sweep, written(task, TASK))
+    assert "explained" not in training.described(settings)
+    assert training.enough(settings) == "0.01"
+
+
 def test_the_guessing_loss_of_sequences_is_over_their_tokens():
     labels = jnp.asarray([[0, 1, 1], [2, 1, 0]])
     outputs = jnp.broadcast_to(jnp.log(jnp.array([2, 3, 1]) / 6), (2, 3, 3))

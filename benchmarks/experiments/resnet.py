@@ -91,7 +91,7 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
             judge(
                 f"The {network} network reaches about the same accuracy with large K",
                 "difference in the best test accuracy of a run, K = "
-                f"{last.point['period']:,} less K = 1",
+                f"{last.point['period']:,} less K = {first.point['period']:,}",
                 training.where_trained(best(last) - best(first), first),
                 thresholds.NO_LESS_ACCURATE,
                 untested=at_ceiling(best(first), best(last)),
