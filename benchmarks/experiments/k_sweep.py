@@ -264,6 +264,8 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
         in_units = f"K = {longest:g}, {longest / length:.2g} times the training length,"
         most = f"K = {longest:g}"
         largest = max([k for k in apart if k <= PAPERS_LIMIT], default=PAPERS_LIMIT)
+        if 2 * largest > PAPERS_LIMIT:  # near enough to speak of the paper's range
+            largest = PAPERS_LIMIT
         verdicts += [
             _like_first(
                 f"K up to {SHORT:.0%} of the training length gives the test accuracy of "
