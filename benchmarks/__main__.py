@@ -6,6 +6,7 @@ import difflib
 import importlib
 import math
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary, TABLES
-from ._options import Options, Refusal
+from ._options import MOST_SEEDS, MOST_STEPS, Options, Refusal
 from ._results import alone_in, claim_folder, versions
 
 
@@ -30,8 +31,6 @@ COMMANDS = {
 }
 DEVICES = "cpu", "gpu"
 OURS = ("benchmarks.", "gnlin.")
-MOST_SEEDS, MOST_STEPS = 10_000, 10**9
-"""Upper limits. A run with more would not end in practice."""
 DIFFERENT = 1
 """The exit code of `rejudge` if a verdict is not as kept."""
 INTERRUPTED = 130
@@ -322,6 +321,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=_Formatter,
     )
+    # A list that begins with a negative number is a value, too, and not an option.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument(
         "name",
         nargs="?",

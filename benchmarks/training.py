@@ -127,7 +127,7 @@ class Images(Settings):
     num_steps: int = 1000
     """The number of inner steps of a run."""
     num_looks: int = 24
-    augmentation: str = "none"
+    augmentation: Literal["shift", "flip-and-crop", "none"] = "none"
 
 
 S = TypeVar("S", bound=Images)

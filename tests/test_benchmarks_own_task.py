@@ -151,7 +151,7 @@ OF_DATA = "`data.seed.` of the task .* must return three pairs of inputs and tar
         ("def model", "def network", "has no function 'model'"),
         ("import equinox", "import no_such_module", "cannot be run .ModuleNotFoundError"),
         ('"learning_rate"', '"rate"', "sets 'rate', but this experiment has no"),
-        ("0.02", '"fast"', "sets 'learning_rate' to 'fast', but it must have the same"),
+        ("0.02", '"fast"', "sets 'learning_rate' to 'fast', but it must be a number"),
         (
             '{"learning_rate": 0.02}',
             "3",
@@ -176,6 +176,50 @@ def test_tasks_that_do_not_fit_are_refused_in_a_sentence(old, new, words, task):
     with pytest.raises(Refusal, match=words) as refused:
         settings_of(k_sweep, task)
     assert "\n" not in str(refused.value)
+
+
+SETTINGS = [
+    (k_vs_lambda, {"periods": (10.5, -3.0)}, "must be positive"),
+    (k_vs_lambda, {"periods": (10.5, 30.0)}, "must be whole numbers"),
+    (k_vs_lambda, {"periods": []}, "must be a list"),
+    (k_vs_lambda, {"num_steps": -5}, "must be a whole number from 1 to"),
+    (k_vs_lambda, {"num_steps": True}, "must be a whole number"),
+    (k_vs_lambda, {"seeds": 0}, "must be a whole number from 1 to 10,000"),
+    (k_vs_lambda, {"first_seed": -2}, "must be a whole number from 0 to 10,000"),
+    (k_vs_lambda, {"learning_rate": -1.0}, "must be positive and finite"),
+    (k_vs_lambda, {"learning_rate": float("nan")}, "must be positive and finite"),
+    (k_vs_lambda, {"learning_rate": "abc"}, "must be a number, or None"),
+    (k_vs_lambda, {"num_train": 5.5}, "must be a whole number, or None"),
+    (k_vs_lambda, {"num_train": 0}, "must be a whole number from 1 to"),
+    (k_vs_lambda, {"num_train": -3}, "must be a whole number from 1 to"),
+    (k_vs_lambda, {"num_train": 31}, "has 30 training examples, but 31"),
+    (k_vs_lambda, {"data": "digits"}, "sets 'data', which its own functions replace"),
+    (k_sweep, {"reduction": "max"}, "must be one of 'sum', 'mean'"),
+    (k_sweep, {"augmentation": "blur"}, "must be one of 'shift', 'flip-and-crop', 'none'"),
+    (k_sweep, {"solved_to": (1e-4, float("inf"))}, "must be positive and finite"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "settings", "words"), SETTINGS)
+def test_settings_that_no_run_can_have_are_refused(experiment, settings, words, task):
+    text = TASK.replace('{"learning_rate": 0.02}', repr(settings))
+    written(task, text.replace("nan", 'float("nan")').replace("inf)", 'float("inf"))'))
+    with pytest.raises(Refusal, match=words) as refused:
+        settings_of(experiment, task)
+    assert str(refused.value).count(".") >= 1
+    assert "\n" not in str(refused.value)
+
+
+def test_the_grid_of_a_task_is_sorted_as_that_of_the_command_line_is(task):
+    for given, expected in (("(100, 3, 100)", (3.0, 100.0)), ("[7]", (7.0,))):
+        written(task, TASK.replace('"learning_rate": 0.02', f'"periods": {given}'))
+        assert settings_of(k_vs_lambda, task).periods == expected
+
+
+def test_a_scalar_model_of_classes_is_told_to_have_two_outputs(task):
+    written(task, TASK.replace("MLP(3, 2", 'MLP(3, "scalar"'))
+    with pytest.raises(Refusal, match="returns one number.* two for two classes"):
+        settings_of(k_sweep, task)
 
 
 def test_more_examples_than_there_are_are_refused(task):
