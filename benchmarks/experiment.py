@@ -342,6 +342,7 @@ class Folder:
         }
         self.circumstances = circumstances
         self._begun = False
+        self._claimed = False
         _results.claim_folder(path)
         self._compare(options.resume)
 
@@ -363,7 +364,13 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
         if not (self.path / "settings.json").exists():
             self.write_settings({"finished": False})
+            self._claimed = True
         return path
+
+    def release(self) -> None:
+        """Make the folder free for other settings, if these have written nothing yet."""
+        if self._claimed and not self._begun and not any(self.path.glob("checkpoints/*")):
+            (self.path / "settings.json").unlink()
 
     def _compare(self, resume: bool) -> None:
         before = _results.read_settings(self.path)
@@ -455,7 +462,11 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
                 found = folder.borrow(experiment.runs_of, point)
                 borrowed += found is not None
             if found is None:
-                runs, seconds = _train(experiment, settings, point, folder, options)
+                try:
+                    runs, seconds = _train(experiment, settings, point, folder, options)
+                except Refusal:
+                    folder.release()
+                    raise
                 found = Made(runs, seconds, commits)
                 folder.save(found)
             made.append(found)

@@ -84,11 +84,12 @@ NETWORKS: dict[str, Callable[[Key[Array, ""]], Any]] = {
         eqx.nn.make_with_state(resnet18), width=4, image_channels=1
     ),
 }
-AUGMENTATIONS = {
+AUGMENTATIONS: dict[str, Any] = {
     "shift": augmentation.shift,
     "flip-and-crop": augmentation.flip_and_crop,
     "none": None,
 }
+Augmentation = Literal["shift", "flip-and-crop", "none"]
 NUM_CLASSES = 10
 EXPLAINED = "the explained share of the variance of the targets"
 """What the accuracy is on a task of values (`benchmarks/scores.py`)."""
@@ -127,7 +128,7 @@ class Images(Settings):
     num_steps: int = 1000
     """The number of inner steps of a run."""
     num_looks: int = 24
-    augmentation: Literal["shift", "flip-and-crop", "none"] = "none"
+    augmentation: Augmentation = "none"
 
 
 S = TypeVar("S", bound=Images)

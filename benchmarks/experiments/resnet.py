@@ -25,7 +25,7 @@ class ResNets(Images):
     batch_size: int | None = 64
     learning_rate: float = 5e-4
     normalised_learning_rate: float = 0.01
-    augmentation: str = "shift"
+    augmentation: training.Augmentation = "shift"
     """Augmentation of the normalised network's images."""
     num_steps: int = 2_500
     num_looks: int = 25
