@@ -187,8 +187,7 @@ def _print_plans(
     steps = sum(plan.steps for _, plan in plans)
     num_runs = sum(plan.num_runs for _, plan in plans)
     print(
-        f"{num_runs:,} runs, with at most {_rounded(steps)} steps in total; a run ends "
-        "early once it is trained."
+        f"{num_runs:,} runs, with at most {_rounded(steps)} steps in total."
     )
     if not known:
         print("No point could be measured within the time limit.")

@@ -192,6 +192,10 @@ class Experiment(Generic[S]):
     own: Callable[[S], Any] | None = None
     """Returns the settings for a user's own task, with the fields `data` and `network`.
     `None` if the experiment does not accept `--task`."""
+    trains_state: Callable[[S], bool] = lambda settings: False
+    """Whether the runs with these settings can train a model with state."""
+    completed: Callable[[S], S] = lambda settings: settings
+    """Fills in the settings that follow from the task."""
     rehearsed: bool = False
     """Whether `train` calls the rehearsal, so that `--dry-run` can measure the runs."""
     runs_of: str | None = None
@@ -213,7 +217,10 @@ class Experiment(Generic[S]):
         if not of_own_task:
             return settings
         if self.own is None:
-            raise Refusal("This experiment has tasks of its own; leave --task out.")
+            whose = "has tasks of its own"
+            if self.runs_of is not None:
+                whose = f"reads the runs of '{self.runs_of}', which {whose}"
+            raise Refusal(f"This experiment {whose}; leave --task out.")
         return self.own(settings)
 
     def settings(self, options: Options) -> Any:
@@ -245,7 +252,10 @@ class Experiment(Generic[S]):
                     "This experiment does not use mini-batches; leave --reduction out."
                 )
             changes["reduction"] = options.reduction
-        return dataclasses.replace(settings, **changes)
+        settings = dataclasses.replace(settings, **changes)
+        if options.task is not None and not self.trains_state(settings):
+            own_task.check_stateless(str(options.task))
+        return self.completed(settings)
 
     def settings_from(self, scale: Scale, described: Mapping[str, Any]) -> Any:
         """Return the settings that a `settings.json` describes. Raise `TypeError` if the

@@ -24,6 +24,13 @@ from ._options import Refusal
 from .scores import are_classes
 
 
+HAS_STATE = (
+    "has state, which this experiment cannot train; `k-vs-lambda`, `batch` and "
+    "`kernel-drift` can, and so can `mnist-k` and `data-scaling` with a --grid of finite "
+    "K."
+)
+
+
 class OwnTask(NamedTuple):
     model: Callable[[Any], Any]
     data: Callable[[int], Any]
@@ -160,6 +167,13 @@ def check(path: str, num_train: int | None = None) -> None:
             f"are {low} to {high}; number the classes from 0, and give the model an "
             "output for each."
         )
+
+
+def check_stateless(path: str) -> None:
+    """Raise `Refusal` if the model has state."""
+    _, state = with_state(read(path).model(jax.random.key(0)))
+    if state is not None:
+        raise Refusal(f"The model of the task '{path}' {HAS_STATE}")
 
 
 def with_state(made: Any) -> tuple[Any, Any]:

@@ -165,10 +165,7 @@ def _stateless(make_model):
     def checked(key):
         model, state = own_task.with_state(make_model(key))
         if state is not None:
-            raise Refusal(
-                "The model of this task has state, which only `k-vs-lambda` and training "
-                "on mini-batches (`batch`, `kernel-drift`) can train."
-            )
+            raise Refusal(f"The model of this task {own_task.HAS_STATE}")
         return model
 
     return checked
@@ -265,6 +262,10 @@ def first_losses(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
         model, state = own_task.with_state(make_model(jax.random.key(seed)))
         found.append(mean_loss(model, state, load(settings, place, seed).train))
     return np.array(found, float)
+
+
+def on_mini_batches(settings: Images) -> bool:
+    return settings.batch_size is not None
 
 
 def described(settings: Images) -> str:

@@ -17,8 +17,16 @@ from benchmarks import own_task, scores, training
 from benchmarks.__main__ import EXPERIMENTS, main
 from benchmarks._options import Options, Refusal
 from benchmarks.experiment import Place
-from benchmarks.experiments import batch, k_sweep, k_vs_lambda, xor_features
-from benchmarks.experiments.k_vs_lambda._tasks import make_task
+from benchmarks.experiments import (
+    batch,
+    data_scaling,
+    k_sweep,
+    k_vs_lambda,
+    linear_probe,
+    mnist_k,
+    xor_features,
+)
+from benchmarks.experiments.k_vs_lambda._tasks import make_task, num_tested
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -250,26 +258,60 @@ def test_tasks_of_every_kind_are_taken(kind, task):
 
 def test_state_is_refused_where_it_cannot_be_trained(task):
     written(task, STATE)
-    settings = settings_of(k_sweep, task)
-    with pytest.raises(Refusal, match="has state, which only `k-vs-lambda`"):
-        training.stateless(settings)(jax.random.key(0))
+    with pytest.raises(Refusal, match="has state, which this experiment cannot train"):
+        settings_of(k_sweep, task)
+    for experiment, command, grid in (
+        (mnist_k, "mnist-k", (1.0, 10.0)),
+        (data_scaling, "data-scaling", (1.0,)),
+    ):
+        options = Options(task.parent, "quick", task=task)
+        with pytest.raises(Refusal, match=f"`{command}`"):
+            experiment.EXPERIMENT.settings(options)
+        experiment.EXPERIMENT.settings(dataclasses.replace(options, grid=grid))
+
+
+def test_a_state_is_refused_before_the_runs_are_begun(task, tmp_path, capsys):
+    written(task, STATE)
+    assert main(["k-sweep", "--quick", "--task", str(task), "--out", str(tmp_path)]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.count("\n") == 1
+
+
+def test_the_page_names_the_experiments_that_train_state(task):
+    sentence = PAGE_TEXT.partition("Models with state")[2].partition(".")[0]
+    named = set(re.findall("`([a-z-]+)`", sentence))
+    assert named == set(re.findall("`([a-z-]+)`", own_task.HAS_STATE))
+    written(task, STATE)
+    for name in named:
+        options = Options(task.parent, "quick", task=task, grid=(1.0, 10.0))
+        importlib.import_module(EXPERIMENTS[name]).EXPERIMENT.settings(options)
 
 
 def test_an_experiment_with_fixed_tasks_refuses_another(task):
-    with pytest.raises(Refusal, match="leave --task out"):
+    with pytest.raises(Refusal, match="has tasks of its own; leave --task out"):
         settings_of(xor_features, task)
+    with pytest.raises(Refusal, match="reads the runs of 'large-k-augmented', which has"):
+        settings_of(linear_probe, task)
 
 
 def test_the_learning_rate_is_by_default_a_small_part_of_the_stable_one(task):
     written(task, TASK.replace("settings =", "others ="))
     settings = settings_of(k_vs_lambda, task)
-    assert settings.learning_rate is None
     found = make_task(settings, "own")
+    assert settings.learning_rate == found.learning_rate
     (inputs, _), _ = found.drawn(0)
     kernel = gnlin.TangentKernel(found.make_model(jax.random.key(0)))(inputs)
     stable = 2 / np.linalg.eigvalsh(kernel.reshape(60, 60))[-1]
     assert 0.001 < found.learning_rate / stable <= 0.01
     assert np.log10(found.learning_rate) % 1 == pytest.approx(0)
+
+
+def test_the_caption_counts_the_test_outputs(task):
+    written(task, VALUES)
+    assert num_tested(make_task(settings_of(k_vs_lambda, task), "own")) == 20 * 2
+    written(task, VALUES.replace("(60, 3)", "(2_000, 3)"))
+    assert num_tested(make_task(settings_of(k_vs_lambda, task), "own")) == 1_000
 
 
 def test_too_many_outputs_are_refused(task):

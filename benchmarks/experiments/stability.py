@@ -206,6 +206,7 @@ EXPERIMENT = Experiment(
     "rate falls as K grows, but by at most a factor of ten.",
     grid="periods",
     own=training.own,
+    trains_state=training.on_mini_batches,
     bounds=(1, 1e5),  # the steps are taken one by one
     rehearsed=True,
     medium=MEDIUM,
