@@ -194,7 +194,7 @@ class Experiment(Generic[S]):
     `None` if the experiment does not accept `--task`."""
     trains_state: Callable[[S], bool] = lambda settings: False
     """Whether the runs with these settings can train a model with state."""
-    completed: Callable[[S], S] = lambda settings: settings
+    completed: Callable[[Any], Any] = lambda settings: settings
     """Fills in the settings that follow from the task."""
     rehearsed: bool = False
     """Whether `train` calls the rehearsal, so that `--dry-run` can measure the runs."""

@@ -338,7 +338,9 @@ def test_the_k_sweep_names_the_periods_that_were_run():
     verdicts = k_sweep.judge_all(settings, swept(settings, final))
     said = [text for v in verdicts for text in (v.claim, v.quantity)]
     assert not any("K = 1 " in text or "K = 1," in text for text in said)
-    claim = "K up to 1000, 0.5 times the training length, gives the test accuracy of K = 10"
+    claim = (
+        "K up to 1000, 0.5 times the training length, gives the test accuracy of K = 10"
+    )
     assert verdicts[1].claim.startswith(claim)
     assert "between K and K = 10, largest" in verdicts[1].quantity
     assert "less K = 10" in verdicts[3].quantity

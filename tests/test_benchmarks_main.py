@@ -1,5 +1,6 @@
 """The benchmarks' command line."""
 
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,8 @@ def test_list_names_everything_with_a_line(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*MODULES, *COMMANDS]
     assert all(len(line.split()) > 3 for line in lines)
+    (longest,) = (line for line in lines if line.startswith("large-k-augmented "))
+    assert re.search(r"\(\d+ (min|h)\)$", longest)
 
 
 def test_help_explains(capsys):

@@ -203,7 +203,11 @@ SETTINGS = [
     (k_vs_lambda, {"num_train": 31}, "has 30 training examples, but 31"),
     (k_vs_lambda, {"data": "digits"}, "sets 'data', which its own functions replace"),
     (k_sweep, {"reduction": "max"}, "must be one of 'sum', 'mean'"),
-    (k_sweep, {"augmentation": "blur"}, "must be one of 'shift', 'flip-and-crop', 'none'"),
+    (
+        k_sweep,
+        {"augmentation": "blur"},
+        "must be one of 'shift', 'flip-and-crop', 'none'",
+    ),
     (k_sweep, {"solved_to": (1e-4, float("inf"))}, "must be positive and finite"),
 ]
 
@@ -226,7 +230,7 @@ def test_the_grid_of_a_task_is_sorted_as_that_of_the_command_line_is(task):
 
 def test_a_scalar_model_of_classes_is_told_to_have_two_outputs(task):
     written(task, TASK.replace("MLP(3, 2", 'MLP(3, "scalar"'))
-    with pytest.raises(Refusal, match="returns one number.* two for two classes"):
+    with pytest.raises(Refusal, match=r"returns one number.* two for two classes"):
         settings_of(k_sweep, task)
 
 

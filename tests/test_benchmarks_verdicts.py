@@ -126,7 +126,7 @@ def test_an_interval_covers_as_often_as_it_says():
 
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_with_very_few_seeds_the_interval_is_no_narrower_than_students(number):
-    """The percentiles stay within the data, which few seeds rarely enclose the mean by."""
+    """The percentiles stay within the data, which rarely enclose the mean."""
     rng = np.random.default_rng(number)
     covered = 0
     for _ in range(60):

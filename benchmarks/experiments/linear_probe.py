@@ -70,8 +70,8 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
         ),
         judge(
             "Large K loses less test accuracy than probe accuracy",
-            f"loss of final test accuracy with large K relative to {small}, less the same "
-            "loss of the accuracy of the second layer's probes",
+            f"loss of final test accuracy with large K relative to {small}, less the "
+            "same loss of the accuracy of the second layer's probes",
             finished(behind("test_accuracy") - behind(deepest)),
             thresholds.FALLS,
         ),

@@ -207,9 +207,10 @@ def _caption(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> str:
         "each step), and the final test accuracy of each seed less that of SGD. Each "
         f"problem with all training images is {described(solved, settings.tolerances)}. "
         f"Runs that end above a mean training loss of {training.enough(settings)}, or "
-        f"with an unsolved problem, are left out: {left_out}. The smaller tolerance, which is "
-        f"judged, {ours}; in the paper the difference is {100 * PAPERS_GAP:.1f}. Means "
-        f"and ranges over {settings.seeds} seeds; {training.described(settings)}."
+        f"with an unsolved problem, are left out: {left_out}. The smaller tolerance, "
+        f"which is judged, {ours}; in the paper the difference is "
+        f"{100 * PAPERS_GAP:.1f}. Means and ranges over {settings.seeds} seeds; "
+        f"{training.described(settings)}."
     )
 
 

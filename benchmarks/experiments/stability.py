@@ -29,6 +29,7 @@ part, as after the death of all units."""
 NOISE = 0.01
 """The part by which the loss may end above its start, since that of a batch is noisy."""
 
+
 @dataclasses.dataclass(frozen=True)
 class Stability(Images):
     seeds: int = 9

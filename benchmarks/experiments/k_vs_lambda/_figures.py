@@ -111,7 +111,11 @@ def _caption(settings: AnySettings, tasks, by_task) -> str:
     all_runs = [runs for name in tasks for runs in by_task[name].values()]
     diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
     number = sum(runs["stable"].size for runs in all_runs)
-    shown = ["Test error", "training loss", "centred kernel alignment with initialisation"]
+    shown = [
+        "Test error",
+        "training loss",
+        "centred kernel alignment with initialisation",
+    ]
     if any(task.can_die for task in tasks.values()):
         shown.append("share of hidden units that are off on all training inputs")
     return (
@@ -456,11 +460,12 @@ def _theory_caption(settings: AnySettings, tasks: Mapping[str, Task], by_task) -
         "dimension of the final kernel, the sum of w/(w + lambda) over its eigenvalues "
         "w, and the squared bias and the variance of fitting the targets once with this "
         "kernel, by flow after K steps and by ridge after damping, on "
-        f"{max(map(num_tested, tasks.values())):,} test outputs. Bottom: the ratio of risks, for the networks and for linear "
-        "problems with the kernels of the damped runs. A linear problem's ratio lies "
-        "between its ratio of squared biases and its ratio of variances; in theory the "
-        "ratio of variances stays below the bound, and so does the ratio of squared "
-        "biases on average over targets. The largest medians are "
+        f"{max(map(num_tested, tasks.values())):,} test outputs. Bottom: the ratio of "
+        "risks, for the networks and for linear problems with the kernels of the damped "
+        "runs. A linear problem's ratio lies between its ratio of squared biases and its "
+        "ratio of variances; in theory the ratio of variances stays below the bound, and "
+        "so does the ratio of squared biases on average over targets. The largest "
+        "medians are "
         f"{_largest(tasks, by_task)}."
     )
 
