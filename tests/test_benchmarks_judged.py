@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import gnlin
 from benchmarks import training
@@ -613,3 +614,15 @@ def test_claims_name_the_periods_that_were_run():
     assert over.claim.startswith("From K = 3 to K = 30 the largest")
     assert "at most a factor of 1.1 " in over.claim
     assert of(1, 10, 3_000)[2].claim.startswith("Over four decades of K the largest")
+
+
+def test_the_figure_of_stability_shows_rates_below_the_grid(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, part, **_: drawn.append(self))
+    monkeypatch.setattr("benchmarks.figures.write_whole", lambda path, write: write(path))
+    made = stability_runs(lambda period, rate: period < 100 and rate < 0.005)
+    captions = stability.draw(*made, tmp_path)
+    assert "A run takes 20 steps, or 2 feature updates if" in captions["stability"]
+    axes = drawn[0].axes[0]
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [0, 0, -1])
+    assert axes.get_ylim()[0] < -1

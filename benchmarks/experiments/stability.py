@@ -119,10 +119,13 @@ def largest_stable(settings: Stability, all_runs) -> Float[ndarray, "seeds perio
     """Return the largest learning rate below the first that diverges: one step below the
     grid if the smallest one diverges, and NaN if none does."""
     found = table(settings, all_runs)
-    rates = np.asarray(settings.learning_rates)
-    rates = np.concatenate([[rates[0] ** 2 / rates[1]], rates])
+    rates = _with_one_below(settings.learning_rates)
     num_stable = np.argmax(found, axis=1)
     return np.where(found.any(axis=1), rates[num_stable], np.nan).T
+
+
+def _with_one_below(rates: Sequence[float]) -> Float[ndarray, " rates_and_one"]:
+    return np.array([rates[0] ** 2 / rates[1], *rates])
 
 
 def judge_all(settings: Stability, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -177,12 +180,14 @@ def draw(settings: Stability, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         axes.set(xlabel="Period $K$", ylabel=r"Learning rate $\eta$")
         axes.grid(visible=False)
         logs = np.log10(largest_stable(settings, all_runs)).mean(axis=0)
-        known = np.log10(settings.learning_rates)
-        height = np.interp(logs, known, np.arange(len(known)))
+        known = np.log10(_with_one_below(settings.learning_rates))
+        height = np.interp(logs, known, np.arange(-1, len(known) - 1))
+        axes.set_ylim(bottom=np.fmin.reduce(height, initial=0) - 0.5)
         label = "largest stable rate, mean over seeds"
         axes.plot(height, "o-", color="white", markeredgecolor=BLACK, label=label)
-        look = {"frameon": True, "facecolor": BLACK, "labelcolor": "white"}
-        axes.legend(loc="lower right", **look)
+        axes.set_facecolor("#888888")  # below the grid, where the line goes on
+        look = {"frameon": True, "framealpha": 1, "facecolor": BLACK}
+        axes.legend(loc="lower right", labelcolor="white", **look)
         drawing.colorbar(image, label="Share of the seeds that diverge")
     longer = ""
     if settings.batch_size is None:
