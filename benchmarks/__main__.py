@@ -6,6 +6,7 @@ import difflib
 import importlib
 import math
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary, TABLES
-from ._options import Options, Refusal
-from ._results import alone_in, claim_folder, versions
+from ._options import MOST_SEEDS, MOST_STEPS, Options, Refusal
+from ._results import alone_in, claim_folder, read_settings, versions
 
 
 DEFAULT = "k-vs-lambda"
+KEPT = Path(__file__).parent / "results"
 COMMANDS = {
     "all": "Run all experiments one after another, and then write the report.",
     "report": "Write one page of the experiments' results, as HTML and Markdown.",
@@ -26,12 +28,10 @@ COMMANDS = {
     "rejudge": "Judge the results in the repository again, from their tables.",
     "keep": "Copy the results and the report into the repository, replacing old ones.",
     "data": "Verify the files of MNIST or CIFAR-10, or download them.",
-    "list": "List everything that can be run.",
+    "list": "List everything that can be run, with the time of the runs in the report.",
 }
 DEVICES = "cpu", "gpu"
 OURS = ("benchmarks.", "gnlin.")
-MOST_SEEDS, MOST_STEPS = 10_000, 10**9
-"""Upper limits. A run with more would not end in practice."""
 DIFFERENT = 1
 """The exit code of `rejudge` if a verdict is not as kept."""
 INTERRUPTED = 130
@@ -266,8 +266,17 @@ def _list() -> int:
     summaries = {name: summary(module) for name, module in MODULES.items()} | COMMANDS
     width = max(map(len, summaries))
     for name, line in summaries.items():
-        print(f"{name:<{width}}  {line}")
+        print(f"{name:<{width}}  {line}{_took(name)}")
     return 0
+
+
+def _took(name: str) -> str:
+    """Say how long the runs in the repository took; nothing if there are none."""
+    kept = read_settings(KEPT / name) or {}
+    if kept.get("borrowed", True):
+        return ""
+    minutes = max(round(kept["run_seconds"] / 60), 1)
+    return f" ({minutes} min)" if minutes < 100 else f" ({minutes / 60:.0f} h)"
 
 
 def _data(name: str | None, data_dir: Path | None) -> int:
@@ -322,6 +331,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=_Formatter,
     )
+    # A list that begins with a negative number is a value, too, and not an option.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument(
         "name",
         nargs="?",
@@ -329,7 +340,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"an experiment ({', '.join(EXPERIMENTS)}), a benchmark "
         f"({', '.join(BENCHMARKS)}), or a command ({', '.join(COMMANDS)}); `list` "
-        "describes them",
+        "describes them, and says how long the experiments take",
     )
     parser.add_argument(
         "parts",
@@ -351,7 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a coarse test run of a minute or less",
+        help="a coarse test run, mostly of a minute or less (k-vs-lambda: four or more)",
     )
     parser.add_argument(
         "--data-dir",

@@ -6,6 +6,8 @@ from typing import Literal
 
 
 Scale = Literal["quick", "embedded", "medium", "full"]
+MOST_SEEDS, MOST_STEPS = 10_000, 10**9
+"""Upper limits. A run with more would not end in practice."""
 LARGE: tuple[Scale, ...] = ("medium", "full")
 """The scales with long runs. They write checkpoints, and use all threads."""
 

@@ -186,10 +186,7 @@ def _print_plans(
     known = [(plan, plan.rate) for _, plan in plans if plan.rate is not None]
     steps = sum(plan.steps for _, plan in plans)
     num_runs = sum(plan.num_runs for _, plan in plans)
-    print(
-        f"{num_runs:,} runs, with at most {_rounded(steps)} steps in total; a run ends "
-        "early once it is trained."
-    )
+    print(f"{num_runs:,} runs, with at most {_rounded(steps)} steps in total.")
     if not known:
         print("No point could be measured within the time limit.")
         return

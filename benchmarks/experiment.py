@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, get_type_hints, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from jaxtyping import Shaped
@@ -25,7 +25,7 @@ from rich.progress import track
 from threadpoolctl import threadpool_limits
 
 from . import _results, own_task
-from ._options import LARGE, Options, Refusal, Scale
+from ._options import LARGE, MOST_SEEDS, MOST_STEPS, Options, Refusal, Scale
 from .verdicts import print_verdicts, Verdict
 
 
@@ -192,6 +192,10 @@ class Experiment(Generic[S]):
     own: Callable[[S], Any] | None = None
     """Returns the settings for a user's own task, with the fields `data` and `network`.
     `None` if the experiment does not accept `--task`."""
+    trains_state: Callable[[S], bool] = lambda settings: False
+    """Whether the runs with these settings can train a model with state."""
+    completed: Callable[[Any], Any] = lambda settings: settings
+    """Fills in the settings that follow from the task."""
     rehearsed: bool = False
     """Whether `train` calls the rehearsal, so that `--dry-run` can measure the runs."""
     runs_of: str | None = None
@@ -213,7 +217,10 @@ class Experiment(Generic[S]):
         if not of_own_task:
             return settings
         if self.own is None:
-            raise Refusal("This experiment has tasks of its own; leave --task out.")
+            whose = "has tasks of its own"
+            if self.runs_of is not None:
+                whose = f"reads the runs of '{self.runs_of}', which {whose}"
+            raise Refusal(f"This experiment {whose}; leave --task out.")
         return self.own(settings)
 
     def settings(self, options: Options) -> Any:
@@ -221,7 +228,7 @@ class Experiment(Generic[S]):
         settings = self.defaults(options.scale, options.task is not None)
         changes: dict[str, Any] = {}
         if options.task is not None:
-            changes |= _of_task(settings, options.task)
+            changes |= self._of_task(settings, options.task)
         if options.seeds is not None:
             changes["seeds"] = options.seeds
         if options.first_seed is not None:
@@ -231,7 +238,8 @@ class Experiment(Generic[S]):
                 raise Refusal(
                     "This experiment has no numbers to sweep; leave --grid out."
                 )
-            changes[self.grid] = self._grid(settings, options.grid)
+            said = f"--grid sets {self.grid} here, which"
+            changes[self.grid] = self._grid(settings, options.grid, said)
         if options.steps is not None:
             if not hasattr(settings, self.steps):
                 raise Refusal(
@@ -244,7 +252,10 @@ class Experiment(Generic[S]):
                     "This experiment does not use mini-batches; leave --reduction out."
                 )
             changes["reduction"] = options.reduction
-        return dataclasses.replace(settings, **changes)
+        settings = dataclasses.replace(settings, **changes)
+        if options.task is not None and not self.trains_state(settings):
+            own_task.check_stateless(str(options.task))
+        return self.completed(settings)
 
     def settings_from(self, scale: Scale, described: Mapping[str, Any]) -> Any:
         """Return the settings that a `settings.json` describes. Raise `TypeError` if the
@@ -259,42 +270,64 @@ class Experiment(Generic[S]):
         }
         return dataclasses.replace(default, **changes)
 
-    def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:
+    def _grid(
+        self, settings: S, values: tuple[float, ...], said: str
+    ) -> tuple[float, ...]:
         own = getattr(settings, self.grid)
         if not all(value > 0 for value in values):
-            raise Refusal(f"--grid sets {self.grid} here, which must be positive.")
+            raise Refusal(f"{said} must be positive.")
         if math.inf in values and math.inf not in own:
-            raise Refusal(f"--grid sets {self.grid} here, which must be finite.")
+            raise Refusal(f"{said} must be finite.")
         low, high = self.bounds
         if any(not low <= value <= high for value in values if math.isfinite(value)):
-            raise Refusal(
-                f"--grid sets {self.grid} here, which must be from {low:g} to {high:g}."
-            )
+            raise Refusal(f"{said} must be from {low:g} to {high:g}.")
         counted = self.grid == "periods" or isinstance(own[0], int)
         if counted and any(value % 1 for value in values if math.isfinite(value)):
-            raise Refusal(f"--grid sets {self.grid} here, which must be whole numbers.")
+            raise Refusal(f"{said} must be whole numbers.")
         return tuple(type(own[0])(value) for value in values)
 
+    def _of_task(self, settings: S, path: Path) -> dict[str, Any]:
+        """Return the changes to the settings that a user's own task makes."""
+        task, changes = own_task.read(str(path)), {}
+        kinds = get_type_hints(type(settings))
+        for name, value in task.settings.items():
+            said = f"The task '{path}' sets '{name}' to {value!r}, but it"
+            if name in ("data", "network"):
+                raise Refusal(
+                    f"The task '{path}' sets '{name}', which its own functions replace; "
+                    "leave it out."
+                )
+            if name not in kinds:
+                raise Refusal(
+                    f"The task '{path}' sets '{name}', but this experiment has no such "
+                    "setting; its settings.json lists all settings."
+                )
+            try:
+                converted = own_task.of_kind(kinds[name], value)
+            except TypeError:
+                needed = own_task.described(kinds[name])
+                raise Refusal(f"{said} must be {needed}.") from None
+            if name == self.grid:
+                converted = tuple(sorted(set(converted)))
+                converted = self._grid(settings, converted, said)
+            else:
+                _check_range(name, converted, said)
+            changes[name] = converted
+        own_task.check(str(path), changes.get("num_train"))
+        return changes | {"data": str(path), "network": own_task.named(path)}
 
-def _of_task(settings: Settings, path: Path) -> dict[str, Any]:
-    """Return the changes to the settings that a user's own task makes."""
-    task, changes = own_task.read(str(path)), {}
-    for name, value in task.settings.items():
-        if not hasattr(settings, name):
-            raise Refusal(
-                f"The task '{path}' sets '{name}', but this experiment has no such "
-                "setting; its settings.json lists all settings."
-            )
-        default = getattr(settings, name)
-        try:
-            changes[name] = own_task.like(default, value)
-        except TypeError:
-            raise Refusal(
-                f"The task '{path}' sets '{name}' to {value!r}, but it must have the "
-                f"same type as {default!r}."
-            ) from None
-    own_task.check(str(path))
-    return changes | {"data": str(path), "network": own_task.named(path)}
+
+def _check_range(name: str, value: Any, said: str) -> None:
+    """Raise `Refusal` if a setting of a task has a value that no run can have."""
+    least, most = {
+        "seeds": (1, MOST_SEEDS),
+        "first_seed": (0, MOST_SEEDS),
+    }.get(name, (1, MOST_STEPS))
+    for each in value if isinstance(value, tuple) else (value,):
+        if isinstance(each, int) and not least <= each <= most:
+            raise Refusal(f"{said} must be a whole number from {least} to {most:,}.")
+        if isinstance(each, float) and not 0 < each < math.inf:
+            raise Refusal(f"{said} must be positive and finite.")
 
 
 class Folder:
@@ -319,6 +352,7 @@ class Folder:
         }
         self.circumstances = circumstances
         self._begun = False
+        self._claimed = False
         _results.claim_folder(path)
         self._compare(options.resume)
 
@@ -340,7 +374,13 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
         if not (self.path / "settings.json").exists():
             self.write_settings({"finished": False})
+            self._claimed = True
         return path
+
+    def release(self) -> None:
+        """Make the folder free for other settings, if these have written nothing yet."""
+        if self._claimed and not self._begun and not any(self.path.glob("checkpoints/*")):
+            (self.path / "settings.json").unlink()
 
     def _compare(self, resume: bool) -> None:
         before = _results.read_settings(self.path)
@@ -432,7 +472,11 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
                 found = folder.borrow(experiment.runs_of, point)
                 borrowed += found is not None
             if found is None:
-                runs, seconds = _train(experiment, settings, point, folder, options)
+                try:
+                    runs, seconds = _train(experiment, settings, point, folder, options)
+                except Refusal:
+                    folder.release()
+                    raise
                 found = Made(runs, seconds, commits)
                 folder.save(found)
             made.append(found)

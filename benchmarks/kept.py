@@ -23,6 +23,10 @@ PAGE = Path("docs")
 def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
     """Copy the finished results into the repository, where they replace the old ones, and
     write the page again."""
+    if not results.is_dir():
+        raise Refusal(
+            f"There is no folder '{results}'; name the folder of the results with --out."
+        )
     taken = []
     for name in names:
         settings = read_settings(results / name)

@@ -13,7 +13,8 @@ import hashlib
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,6 +22,13 @@ import numpy as np
 
 from ._options import Refusal
 from .scores import are_classes
+
+
+HAS_STATE = (
+    "has state, which this experiment cannot train; `k-vs-lambda`, `batch` and "
+    "`kernel-drift` can, and so can `mnist-k` and `data-scaling` with a --grid of finite "
+    "K."
+)
 
 
 class OwnTask(NamedTuple):
@@ -110,9 +118,9 @@ def _drawn(path: str, seed: int) -> Any:
     return parts
 
 
-def check(path: str) -> None:
-    """Raise `Refusal` if the model does not suit the data."""
-    (inputs, targets), _, _ = parts = draw(path, None, 0)
+def check(path: str, num_train: int | None = None) -> None:
+    """Raise `Refusal` if the model does not suit the data, or if there are too few."""
+    (inputs, targets), _, _ = parts = draw(path, num_train, 0)
 
     def outputs_of(key, inputs):
         model, state = with_state(read(path).model(key))
@@ -139,6 +147,11 @@ def check(path: str) -> None:
                 "shapes equal, or the targets whole numbers if they are classes."
             )
         return
+    if not shape[1:]:
+        raise Refusal(
+            f"The model of the task '{path}' returns one number, but its targets are "
+            "classes; give it an output for each class, such as two for two classes."
+        )
     if shape[:-1] != targets.shape:
         raise Refusal(
             f"For each example, the outputs of the task '{path}' have shape "
@@ -156,6 +169,13 @@ def check(path: str) -> None:
         )
 
 
+def check_stateless(path: str) -> None:
+    """Raise `Refusal` if the model has state."""
+    _, state = with_state(read(path).model(jax.random.key(0)))
+    if state is not None:
+        raise Refusal(f"The model of the task '{path}' {HAS_STATE}")
+
+
 def with_state(made: Any) -> tuple[Any, Any]:
     """Return the model and its state, which is `None` if it has none."""
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
@@ -163,16 +183,34 @@ def with_state(made: Any) -> tuple[Any, Any]:
     return made, None
 
 
-def like(default: Any, value: Any) -> Any:
-    """Convert the value to the type of a setting's default; raise `TypeError` if it has
+def of_kind(kind: Any, value: Any) -> Any:
+    """Convert the value to the annotated type of a setting; raise `TypeError` if it has
     another type."""
-    if isinstance(default, tuple) and isinstance(value, tuple | list) and value:
-        return tuple(like(default[0], each) if default else each for each in value)
-    if isinstance(default, float) and type(value) is int:
+    parts = get_args(kind)
+    if get_origin(kind) is tuple and isinstance(value, tuple | list) and value:
+        return tuple(of_kind(parts[0], each) for each in value)
+    if get_origin(kind) is UnionType:
+        some = [part for part in parts if part is not NoneType]
+        return None if value is None else of_kind(some[0], value)
+    if get_origin(kind) is Literal and value in parts:
+        return value
+    if kind is float and type(value) is int:
         return float(value)
-    if default is None or type(value) is type(default):
+    if type(value) is kind:
         return value
     raise TypeError
+
+
+def described(kind: Any) -> str:
+    """Describe the annotated type of a setting, for a message."""
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return f"a list, and each element {described(parts[0])}"
+    if get_origin(kind) is UnionType:
+        return f"{described(parts[0])}, or None"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    return {int: "a whole number", float: "a number"}.get(kind, f"a {kind.__name__}")
 
 
 def _said(error: Exception) -> str:

@@ -36,7 +36,7 @@ from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn, wide_filtered_di
 from .networks.mlp import digits_mlp, mnist_mlp, teacher_mlp
 from .networks.resnet import resnet18
 from .scores import guessing_loss, loss_of, Score, score, spread, trained_loss
-from .thresholds import PART_OF_GUESSING
+from .thresholds import PART_OF_GUESSING, TRAINED_LOSS
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
@@ -84,12 +84,15 @@ NETWORKS: dict[str, Callable[[Key[Array, ""]], Any]] = {
         eqx.nn.make_with_state(resnet18), width=4, image_channels=1
     ),
 }
-AUGMENTATIONS = {
+AUGMENTATIONS: dict[str, Any] = {
     "shift": augmentation.shift,
     "flip-and-crop": augmentation.flip_and_crop,
     "none": None,
 }
+Augmentation = Literal["shift", "flip-and-crop", "none"]
 NUM_CLASSES = 10
+EXPLAINED = "the explained share of the variance of the targets"
+"""What the accuracy is on a task of values (`benchmarks/scores.py`)."""
 MOST_MARKED = 30
 """The largest number of feature updates that a figure marks."""
 VALIDATION_SHARE = 0.1
@@ -125,7 +128,7 @@ class Images(Settings):
     num_steps: int = 1000
     """The number of inner steps of a run."""
     num_looks: int = 24
-    augmentation: str = "none"
+    augmentation: Augmentation = "none"
 
 
 S = TypeVar("S", bound=Images)
@@ -162,10 +165,7 @@ def _stateless(make_model):
     def checked(key):
         model, state = own_task.with_state(make_model(key))
         if state is not None:
-            raise Refusal(
-                "The model of this task has state, which only `k-vs-lambda` and training "
-                "on mini-batches (`batch`, `kernel-drift`) can train."
-            )
+            raise Refusal(f"The model of this task {own_task.HAS_STATE}")
         return model
 
     return checked
@@ -255,13 +255,44 @@ def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
     return np.array(found, float)
 
 
+def first_losses(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
+    """Return the mean training losses before training."""
+    make_model, found = model_of(settings), []
+    for seed in settings.each_seed:
+        model, state = own_task.with_state(make_model(jax.random.key(seed)))
+        found.append(mean_loss(model, state, load(settings, place, seed).train))
+    return np.array(found, float)
+
+
+def on_mini_batches(settings: Images) -> bool:
+    return settings.batch_size is not None
+
+
 def described(settings: Images) -> str:
     """Describe the network, the data and the batch, for a caption."""
     number = "all" if settings.num_train is None else f"{settings.num_train:,}"
     batch = "full batch" if settings.batch_size is None else "mini-batches of "
     if settings.batch_size is not None:
         batch += f"{settings.batch_size}"
+    if own_task.is_own(settings.data):
+        said = f"{settings.network}, {number} training examples, {batch}"
+        return said + (f" (accuracy is {EXPLAINED})" if has_values(settings) else "")
     return f"{settings.network} on {number} training images of {settings.data}, {batch}"
+
+
+def has_values(settings: Given) -> bool:
+    """Return whether this is a user's own task whose targets are values."""
+    if not own_task.is_own(settings.data):
+        return False
+    (_, targets), _, _ = own_task.draw(settings.data, None, 0)
+    return not scores.are_classes(targets)
+
+
+def enough(settings: Given) -> str:
+    """Say, for a caption, at which mean training loss a run ends (`trained_loss`)."""
+    if not has_values(settings):
+        return f"{TRAINED_LOSS:g}"
+    return f"{TRAINED_LOSS:.0%} of that of outputs that equal the mean target"
 
 
 #
@@ -284,7 +315,8 @@ def full_batch(
     until_trained: bool = False,
     damping: ScalarLike | None = None,
 ) -> Columns:
-    """Train all seeds on the full batch, and return columns over seeds and looks.
+    """Train all seeds on the full batch, and return columns over seeds and looks. Losses
+    are means over the examples.
 
     - `until_trained`: a run ends once its mean training loss is at most `TRAINED_LOSS`,
         and its last look is repeated. `trained` says whether it has reached that loss.
@@ -300,7 +332,10 @@ def full_batch(
         options = until_trained, damping
         _rehearse_full_batch(settings, place, solver, num_updates, options)
     draws = [load(settings, place, seed) for seed in seeds]
-    guessed = [guessing_loss(loss_of(y), y) for _, y in (draw.train for draw in draws)]
+    guessed = [
+        guessing_loss(loss_of(y), y) / scores.number_of(y)
+        for _, y in (draw.train for draw in draws)
+    ]
     draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
     options = padded, until_trained, damping
     found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), options)
@@ -404,8 +439,8 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
             "inner_steps": state.counts.num_inner_steps,
             "passes": state.counts.num_jvps + state.counts.num_vjps,
             "stable": run.stable,
-            "train_loss": objective.value(fitted),
-            "train_loss_linearised": objective.value(of_linearised(inputs)),
+            "train_loss": objective.value(fitted) / number,
+            "train_loss_linearised": objective.value(of_linearised(inputs)) / number,
             "train_accuracy": score_of(fitted, labels),
             "validation_accuracy": score_of(fn(y, held_out), held_out_labels),
             "test_accuracy": score_of(tested, test_labels),

@@ -6,10 +6,11 @@ Repeated measurements at one seed form a row, which is resampled as a whole.
 
 The interval is the percentile interval, widened as if the resampled means were normal and
 Student's quantile were used for them (Hesterberg). With few seeds it is as wide as
-Student's, and it stays within the statistic's own bounds. The p-value is found by
-inverting the interval. Beyond the range of the resamples it is Student's p-value, which
-is close to it there. It is smaller than an exact test of a few seeds could give, and the
-page names it Student's.
+Student's, and it stays within the statistic's own bounds. With fewer than five seeds it
+would be too narrow, as no resample lies beyond the data; then it is the wider one of this
+and Student's. The p-value is found by inverting the interval. Beyond the range of the
+resamples it is Student's p-value, which is close to it there. It is smaller than an exact
+test of a few seeds could give, and the page names it Student's.
 
 ??? cite "References"
 
@@ -22,10 +23,10 @@ page names it Student's.
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 from rich.console import Console
 from scipy import special, stats
@@ -43,6 +44,8 @@ MANY = 10
 width of the interval."""
 _MANY_SEEDS = 1_000
 """If deciding a claim would take more seeds than this, only that is said."""
+_FEW = 5
+"""With fewer seeds than this, the percentiles are those of the outermost resamples."""
 _NUM_RESAMPLES = 19_999
 _NUM_OF_STATISTIC = 1_999
 """The number of resamples of a statistic other than the mean, which are computed one by
@@ -160,9 +163,7 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
     if n < 2:
         estimate = of(values) if n else np.nan
         return _Resampled(n, estimate, -np.inf, np.inf, np.full(1, estimate))
-    expanded = (
-        2 * special.ndtr(_widening(n) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) - 1
-    )
+    expanded = 2 * special.ndtr(_widening(n) * _quantile(n)) - 1
     with warnings.catch_warnings():
         # If resamples give NaN, the interval has no ends, and the claim is undecided.
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
@@ -180,12 +181,20 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
     resamples = np.asarray(interval.bootstrap_distribution)
     if np.ptp(resamples) == 0:  # percentiles of equal values may differ by rounding
         low = high = resamples[0]
+    elif n < _FEW:
+        half = _quantile(n) * _widening(n) * resamples.std()
+        low, high = min(low, of(values) - half), max(high, of(values) + half)
     return _Resampled(n, of(values), float(low), float(high), resamples)
 
 
 def _widening(n: int) -> float:
     """Return a factor for the spread of resampled means, whose variance divides by n."""
     return np.sqrt(n / (n - 1))
+
+
+def _quantile(n: int | Int[ndarray, " k"]) -> Any:
+    """Return Student's two-sided quantile for the mean of n values."""
+    return stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
 
 
 def _levels(found: _Resampled, threshold: Threshold) -> tuple[float, float]:
@@ -211,7 +220,9 @@ def _beyond(found: _Resampled, bound: float, side: int) -> float:
         return 0.5**n if distance > 0 else 1.0
     reached = np.sum(resamples <= side * bound)
     z = special.ndtri(max(reached, _RESOLVED) / len(resamples))
-    if reached < _RESOLVED:
+    if n < _FEW:
+        z = -distance / resamples.std()
+    elif reached < _RESOLVED:
         z = min(z, -distance / resamples.std())
     if reached:  # the p-value is at least what their share gives, as in the interval
         z = max(z, special.ndtri(reached / len(resamples)))
@@ -232,19 +243,20 @@ def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) 
 
 
 def _what_would_decide(found: _Resampled, bounds: Sequence[float]) -> str:
-    """Estimate how many seeds would decide the claim, if the estimate stays and its
-    interval shrinks with the square root of their number."""
+    """Estimate how many seeds would decide the claim, if the estimate and the spread of
+    the seeds stay: the interval shrinks with their number as Student's does."""
     nearest = min(bounds, key=lambda bound: abs(found.estimate - bound))
     spare = abs(nearest - found.estimate)
     end = found.high if nearest > found.estimate else found.low
-    with np.errstate(divide="ignore", invalid="ignore"):
-        number = found.num_seeds * np.divide(end - found.estimate, spare) ** 2
-    if found.num_seeds < 2 or not np.isfinite(end):
+    n = found.num_seeds
+    if n < 2 or not np.isfinite(end):
         return "more seeds would decide it"
-    if not number <= _MANY_SEEDS:
+    width = lambda n: _quantile(n) / np.sqrt(n)
+    numbers = np.arange(n + 1, _MANY_SEEDS + 1)
+    enough = abs(end - found.estimate) * width(numbers) / width(n) < spare
+    if not enough.any():
         return f"more than {_MANY_SEEDS:,} seeds would decide it"
-    number = max(int(np.ceil(number)), found.num_seeds + 1)
-    return f"about {number} seeds would decide it"
+    return f"about {numbers[np.argmax(enough)]} seeds would decide it"
 
 
 def least_exact(num_seeds: int) -> float:

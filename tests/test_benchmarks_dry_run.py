@@ -120,7 +120,7 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
     assert main(["large-k-augmented", "--dry-run", *options]) == 0
     said = capsys.readouterr().out
     assert "2 points, seeds 4 to 6. Nothing is run or written." in said
-    assert "6 runs, with at most 300 steps in total" in said
+    assert "6 runs, with at most 300 steps in total.\n" in said
     assert "No point could be measured" in said
     assert not list(tmp_path.iterdir())
 

@@ -3,9 +3,12 @@
 import dataclasses
 import math
 
+import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+import gnlin
 from benchmarks import training
 from benchmarks.experiment import Place, Runs
 from benchmarks.experiments import (
@@ -310,27 +313,46 @@ def test_the_k_sweep_leaves_out_untrained_and_unsolved_runs():
     assert "K = 1e+08, 5e+04 times the training length," in verdicts[3].claim
 
 
-def test_a_period_longer_than_a_run_is_not_tested():
-    settings = dataclasses.replace(
-        k_sweep.QUICK, periods=(1.0, 10.0, 1e6), batch_size=16, num_steps=1_000
-    )
-    final = {1.0: 0.80, 10.0: 0.80, 1e6: 0.3}
+def swept(settings, final):
+    """Make up runs of eight seeds that end at these accuracies by period."""
+    steps = looks(*8 * [2_000])
     runs = [
         Runs(
             {"solver": solver, "learning_rate": 1e-3, "period": period},
-            {"test_accuracy": looks(*8 * [end])},
+            {"test_accuracy": looks(*8 * [end]), "inner_steps": steps},
         )
         for solver in (k_sweep.DESCENT, k_sweep.DAMPED)
         for period, end in final.items()
     ]
-    runs += [
+    return runs + [
         Runs(
             {"solver": k_sweep.SOLVED, "tolerance": tolerance},
             {"test_accuracy": looks(*8 * [0.3]), "unsolved": looks(*8 * [0])},
         )
         for tolerance in settings.solved_to
     ]
-    verdicts = k_sweep.judge_all(settings, runs)[:6]
+
+
+def test_the_k_sweep_names_the_periods_that_were_run():
+    final = {10.0: 0.8, 20.0: 0.8, 1e3: 0.8, 1e6: 0.3}
+    settings = dataclasses.replace(k_sweep.QUICK, periods=tuple(final))
+    verdicts = k_sweep.judge_all(settings, swept(settings, final))
+    said = [text for v in verdicts for text in (v.claim, v.quantity)]
+    assert not any("K = 1 " in text or "K = 1," in text for text in said)
+    claim = (
+        "K up to 1000, 0.5 times the training length, gives the test accuracy of K = 10"
+    )
+    assert verdicts[1].claim.startswith(claim)
+    assert "between K and K = 10, largest" in verdicts[1].quantity
+    assert "less K = 10" in verdicts[3].quantity
+
+
+def test_a_period_longer_than_a_run_is_not_tested():
+    settings = dataclasses.replace(
+        k_sweep.QUICK, periods=(1.0, 10.0, 1e6), batch_size=16, num_steps=1_000
+    )
+    final = {1.0: 0.80, 10.0: 0.80, 1e6: 0.3}
+    verdicts = k_sweep.judge_all(settings, swept(settings, final))[:6]
     of_longest = [v for v in verdicts if v.claim.startswith("K = 1e+06")]
     assert outcomes(of_longest) == 2 * [NOT_TESTED]
     assert of_longest[0].note == "K is longer than the 1,000 steps of a run"
@@ -514,12 +536,12 @@ def test_the_largest_stable_rate_is_below_the_first_that_diverges():
     np.testing.assert_allclose(largest, [[np.nan, 1e-3, 1e-4]] * 2)
 
 
-def stability_runs(is_stable):
+def stability_runs(is_stable, periods=(1, 10, 100)):
     """Settings, and runs of seven seeds that are stable where `is_stable` says so."""
     settings = dataclasses.replace(
         stability.QUICK,
         num_train=10,
-        periods=(1, 10, 100),
+        periods=periods,
         learning_rates=(1e-3, 1e-2, 1e-1),
     )
     runs = [
@@ -557,3 +579,50 @@ def test_a_run_that_was_not_stable_has_diverged():
     columns = {"train_loss": looks(1.0, 1.0), "guessing_loss": looks(9.0, 9.0)}
     diverged = stability.diverged(Runs({}, columns | {"stable": stable}))
     np.testing.assert_array_equal(diverged, [False, True])
+
+
+def test_a_run_that_only_falls_slowly_has_not_diverged():
+    """The loss is still above that of guessing, which is far below the start."""
+    columns = {
+        "stable": np.ones((5, 2)),
+        "first_train_loss": np.full((5, 1), 1.0),
+        "train_loss": looks(0.5, 0.999, 1.5, 0.1, np.nan),
+        "guessing_loss": looks(*5 * [0.1]),
+    }
+    diverged = stability.diverged(Runs({}, columns))
+    np.testing.assert_array_equal(diverged, [False, False, True, True, True])
+
+
+def test_the_first_loss_is_that_before_training():
+    settings = dataclasses.replace(stability.QUICK, seeds=2, num_train=20)
+    first = training.first_losses(settings, Place())
+    loss = gnlin.SoftmaxCrossEntropy()
+    for seed in range(2):
+        images, labels = training.load(settings, Place(), seed).train
+        outputs = jax.vmap(training.model_of(settings)(jax.random.key(seed)))(images)
+        objective = gnlin.authoring.BatchLoss(loss, outputs, labels)
+        assert first[seed] == pytest.approx(float(objective.value(outputs)) / 20)
+
+
+def test_claims_name_the_periods_that_were_run():
+    is_stable = lambda period, rate: rate < 0.05
+    of = lambda *periods: stability.judge_all(*stability_runs(is_stable, periods))
+    depends, tenth, over = of(3, 10, 30)
+    assert depends.claim.startswith("K = 30 diverges at learning rates at which K = 3 ")
+    assert depends.quantity.endswith("K = 30 less K = 3")
+    assert "learning rate of K = 3 is" in tenth.claim
+    assert over.claim.startswith("From K = 3 to K = 30 the largest")
+    assert "at most a factor of 1.1 " in over.claim
+    assert of(1, 10, 3_000)[2].claim.startswith("Over four decades of K the largest")
+
+
+def test_the_figure_of_stability_shows_rates_below_the_grid(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, part, **_: drawn.append(self))
+    monkeypatch.setattr("benchmarks.figures.write_whole", lambda path, write: write(path))
+    made = stability_runs(lambda period, rate: period < 100 and rate < 0.005)
+    captions = stability.draw(*made, tmp_path)
+    assert "A run takes 20 steps, or 2 feature updates if" in captions["stability"]
+    axes = drawn[0].axes[0]
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [0, 0, -1])
+    assert axes.get_ylim()[0] < -1

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import gnlin
 from benchmarks.__main__ import main
@@ -26,7 +27,10 @@ from benchmarks.experiments.k_vs_lambda._curves import (
     squared_errors,
     trained,
 )
-from benchmarks.experiments.k_vs_lambda._figures import _draw_differences
+from benchmarks.experiments.k_vs_lambda._figures import (
+    _draw_difference,
+    _draw_differences,
+)
 from benchmarks.experiments.k_vs_lambda._tasks import (
     DRAWN,
     KVsLambda,
@@ -129,6 +133,9 @@ def test_the_captions_name_all_tasks_and_count_diverged_runs(results):
     for name in TASKS:
         assert f"{make_task(QUICK, name).title}: " in captions["difference"]
     assert "0 of 104 runs diverged" in captions["k_vs_lambda"]
+    assert "training loss, centred kernel alignment with" in captions["k_vs_lambda"]
+    assert "initialisation and share of hidden units" in captions["k_vs_lambda"]
+    assert "on 1,000 test outputs" in captions["theory"]
 
 
 @pytest.mark.slow
@@ -259,6 +266,13 @@ def test_differences_are_drawn_where_no_strength_is_tested_too(tmp_path):
     by_task = {name: {DESCENT: untrained, DAMPED: untrained} for name in TASKS}
     _draw_differences(tmp_path / "difference.png", tasks, by_task)
     assert (tmp_path / "difference.png").stat().st_size > 0
+
+
+def test_a_task_without_a_curve_has_no_entry_in_the_legend():
+    axes = Figure().subplots()
+    untrained = runs_of(DESCENT, np.full((2, 4), 0.2), train_loss=1.0)
+    _draw_difference(axes, make_task(QUICK, SMOOTH), untrained, untrained, "#000000")
+    assert axes.get_legend_handles_labels() == ([], [])
 
 
 def of_tasks(seeds, changed):

@@ -84,6 +84,7 @@ def test_finished_results_replace_kept_ones(tmp_path, capsys):
 
 
 def test_without_results_nothing_is_kept(tmp_path):
+    (tmp_path / "results").mkdir()
     with pytest.raises(Refusal, match="no finished experiment"):
         kept.keep(tmp_path / "results", ["batch"], tmp_path)
 

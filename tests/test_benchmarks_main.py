@@ -1,5 +1,6 @@
 """The benchmarks' command line."""
 
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,8 @@ def test_list_names_everything_with_a_line(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*MODULES, *COMMANDS]
     assert all(len(line.split()) > 3 for line in lines)
+    (longest,) = (line for line in lines if line.startswith("large-k-augmented "))
+    assert re.search(r"\(\d+ (min|h)\)$", longest)
 
 
 def test_help_explains(capsys):
@@ -101,6 +104,37 @@ def test_bad_seeds_are_refused_in_one_sentence(value, capsys):
     message = capsys.readouterr().err
     assert value in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("grid", [["--grid", "-1,3"], ["--grid=-1,3"], ["--grid", "-1"]])
+def test_a_negative_grid_is_refused_as_such(grid, tmp_path, capsys):
+    assert main(["k-sweep", *grid, "--out", str(tmp_path)]) == 2
+    assert "periods here, which must be positive." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nist", "nls", "ratio", "speed small", "speed"])
+def test_missing_files_of_nist_are_refused_before_the_work(
+    name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("benchmarks.data.nist.FOLDER", tmp_path / "nowhere")
+    assert main([*name.split(), "--quick", "--out", str(tmp_path / "out")]) == 2
+    found = capsys.readouterr()
+    assert "has no file 'Misra1a.dat'" in found.err
+    assert "so far" not in found.out
+    assert not list((tmp_path / "out").glob("*.csv"))
+
+
+def test_a_refused_run_leaves_its_folder_free(tmp_path, capsys):
+    command = ["k-sweep", "--scale", "full", "--seeds", "1", "--out", str(tmp_path)]
+    assert main(command) == 2
+    assert "--data-dir" in capsys.readouterr().err
+    assert not (tmp_path / "settings.json").exists()
+
+
+def test_keeping_results_of_no_folder_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["keep", "--out", "out/nope"]) == 2
+    assert "There is no folder 'out/nope'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("within", ["", "folder"])

@@ -17,8 +17,16 @@ from benchmarks import own_task, scores, training
 from benchmarks.__main__ import EXPERIMENTS, main
 from benchmarks._options import Options, Refusal
 from benchmarks.experiment import Place
-from benchmarks.experiments import batch, k_sweep, k_vs_lambda, xor_features
-from benchmarks.experiments.k_vs_lambda._tasks import make_task
+from benchmarks.experiments import (
+    batch,
+    data_scaling,
+    k_sweep,
+    k_vs_lambda,
+    linear_probe,
+    mnist_k,
+    xor_features,
+)
+from benchmarks.experiments.k_vs_lambda._tasks import make_task, num_tested
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,7 +159,7 @@ OF_DATA = "`data.seed.` of the task .* must return three pairs of inputs and tar
         ("def model", "def network", "has no function 'model'"),
         ("import equinox", "import no_such_module", "cannot be run .ModuleNotFoundError"),
         ('"learning_rate"', '"rate"', "sets 'rate', but this experiment has no"),
-        ("0.02", '"fast"', "sets 'learning_rate' to 'fast', but it must have the same"),
+        ("0.02", '"fast"', "sets 'learning_rate' to 'fast', but it must be a number"),
         (
             '{"learning_rate": 0.02}',
             "3",
@@ -176,6 +184,54 @@ def test_tasks_that_do_not_fit_are_refused_in_a_sentence(old, new, words, task):
     with pytest.raises(Refusal, match=words) as refused:
         settings_of(k_sweep, task)
     assert "\n" not in str(refused.value)
+
+
+SETTINGS = [
+    (k_vs_lambda, {"periods": (10.5, -3.0)}, "must be positive"),
+    (k_vs_lambda, {"periods": (10.5, 30.0)}, "must be whole numbers"),
+    (k_vs_lambda, {"periods": []}, "must be a list"),
+    (k_vs_lambda, {"num_steps": -5}, "must be a whole number from 1 to"),
+    (k_vs_lambda, {"num_steps": True}, "must be a whole number"),
+    (k_vs_lambda, {"seeds": 0}, "must be a whole number from 1 to 10,000"),
+    (k_vs_lambda, {"first_seed": -2}, "must be a whole number from 0 to 10,000"),
+    (k_vs_lambda, {"learning_rate": -1.0}, "must be positive and finite"),
+    (k_vs_lambda, {"learning_rate": float("nan")}, "must be positive and finite"),
+    (k_vs_lambda, {"learning_rate": "abc"}, "must be a number, or None"),
+    (k_vs_lambda, {"num_train": 5.5}, "must be a whole number, or None"),
+    (k_vs_lambda, {"num_train": 0}, "must be a whole number from 1 to"),
+    (k_vs_lambda, {"num_train": -3}, "must be a whole number from 1 to"),
+    (k_vs_lambda, {"num_train": 31}, "has 30 training examples, but 31"),
+    (k_vs_lambda, {"data": "digits"}, "sets 'data', which its own functions replace"),
+    (k_sweep, {"reduction": "max"}, "must be one of 'sum', 'mean'"),
+    (
+        k_sweep,
+        {"augmentation": "blur"},
+        "must be one of 'shift', 'flip-and-crop', 'none'",
+    ),
+    (k_sweep, {"solved_to": (1e-4, float("inf"))}, "must be positive and finite"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "settings", "words"), SETTINGS)
+def test_settings_that_no_run_can_have_are_refused(experiment, settings, words, task):
+    text = TASK.replace('{"learning_rate": 0.02}', repr(settings))
+    written(task, text.replace("nan", 'float("nan")').replace("inf)", 'float("inf"))'))
+    with pytest.raises(Refusal, match=words) as refused:
+        settings_of(experiment, task)
+    assert str(refused.value).count(".") >= 1
+    assert "\n" not in str(refused.value)
+
+
+def test_the_grid_of_a_task_is_sorted_as_that_of_the_command_line_is(task):
+    for given, expected in (("(100, 3, 100)", (3.0, 100.0)), ("[7]", (7.0,))):
+        written(task, TASK.replace('"learning_rate": 0.02', f'"periods": {given}'))
+        assert settings_of(k_vs_lambda, task).periods == expected
+
+
+def test_a_scalar_model_of_classes_is_told_to_have_two_outputs(task):
+    written(task, TASK.replace("MLP(3, 2", 'MLP(3, "scalar"'))
+    with pytest.raises(Refusal, match=r"returns one number.* two for two classes"):
+        settings_of(k_sweep, task)
 
 
 def test_more_examples_than_there_are_are_refused(task):
@@ -206,26 +262,60 @@ def test_tasks_of_every_kind_are_taken(kind, task):
 
 def test_state_is_refused_where_it_cannot_be_trained(task):
     written(task, STATE)
-    settings = settings_of(k_sweep, task)
-    with pytest.raises(Refusal, match="has state, which only `k-vs-lambda`"):
-        training.stateless(settings)(jax.random.key(0))
+    with pytest.raises(Refusal, match="has state, which this experiment cannot train"):
+        settings_of(k_sweep, task)
+    for experiment, command, grid in (
+        (mnist_k, "mnist-k", (1.0, 10.0)),
+        (data_scaling, "data-scaling", (1.0,)),
+    ):
+        options = Options(task.parent, "quick", task=task)
+        with pytest.raises(Refusal, match=f"`{command}`"):
+            experiment.EXPERIMENT.settings(options)
+        experiment.EXPERIMENT.settings(dataclasses.replace(options, grid=grid))
+
+
+def test_a_state_is_refused_before_the_runs_are_begun(task, tmp_path, capsys):
+    written(task, STATE)
+    assert main(["k-sweep", "--quick", "--task", str(task), "--out", str(tmp_path)]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.count("\n") == 1
+
+
+def test_the_page_names_the_experiments_that_train_state(task):
+    sentence = PAGE_TEXT.partition("Models with state")[2].partition(".")[0]
+    named = set(re.findall("`([a-z-]+)`", sentence))
+    assert named == set(re.findall("`([a-z-]+)`", own_task.HAS_STATE))
+    written(task, STATE)
+    for name in named:
+        options = Options(task.parent, "quick", task=task, grid=(1.0, 10.0))
+        importlib.import_module(EXPERIMENTS[name]).EXPERIMENT.settings(options)
 
 
 def test_an_experiment_with_fixed_tasks_refuses_another(task):
-    with pytest.raises(Refusal, match="leave --task out"):
+    with pytest.raises(Refusal, match="has tasks of its own; leave --task out"):
         settings_of(xor_features, task)
+    with pytest.raises(Refusal, match="reads the runs of 'large-k-augmented', which has"):
+        settings_of(linear_probe, task)
 
 
 def test_the_learning_rate_is_by_default_a_small_part_of_the_stable_one(task):
     written(task, TASK.replace("settings =", "others ="))
     settings = settings_of(k_vs_lambda, task)
-    assert settings.learning_rate is None
     found = make_task(settings, "own")
+    assert settings.learning_rate == found.learning_rate
     (inputs, _), _ = found.drawn(0)
     kernel = gnlin.TangentKernel(found.make_model(jax.random.key(0)))(inputs)
     stable = 2 / np.linalg.eigvalsh(kernel.reshape(60, 60))[-1]
     assert 0.001 < found.learning_rate / stable <= 0.01
     assert np.log10(found.learning_rate) % 1 == pytest.approx(0)
+
+
+def test_the_caption_counts_the_test_outputs(task):
+    written(task, VALUES)
+    assert num_tested(make_task(settings_of(k_vs_lambda, task), "own")) == 20 * 2
+    written(task, VALUES.replace("(60, 3)", "(2_000, 3)"))
+    assert num_tested(make_task(settings_of(k_vs_lambda, task), "own")) == 1_000
 
 
 def test_too_many_outputs_are_refused(task):
@@ -283,6 +373,18 @@ def test_values_are_scored_by_the_share_of_their_variance():
     guessed = scores.guessing_loss(loss, targets) / len(targets)
     assert float(scores.trained_loss(targets)) == pytest.approx(0.01 * guessed)
     assert float(scores.mean_loss(mean, targets)) == pytest.approx(guessed)
+
+
+def test_captions_say_what_accuracy_and_a_trained_run_are_for_values(task):
+    settings = settings_of(k_sweep, written(task, VALUES))
+    assert "explained share of the variance" in training.described(settings)
+    (_, targets), _, _ = training.load(settings, Place(), 0)
+    guessed = scores.guessing_loss(gnlin.SquaredError(), targets) / len(targets)
+    assert float(scores.trained_loss(targets)) == pytest.approx(0.01 * guessed)
+    assert training.enough(settings).startswith("1% of that of outputs that equal the")
+    settings = settings_of(k_sweep, written(task, TASK))
+    assert "explained" not in training.described(settings)
+    assert training.enough(settings) == "0.01"
 
 
 def test_the_guessing_loss_of_sequences_is_over_their_tokens():

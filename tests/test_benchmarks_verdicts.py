@@ -124,6 +124,33 @@ def test_an_interval_covers_as_often_as_it_says():
     assert covered == pytest.approx(0.95, abs=0.06)
 
 
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_with_very_few_seeds_the_interval_is_no_narrower_than_students(number):
+    """The percentiles stay within the data, which rarely enclose the mean."""
+    rng = np.random.default_rng(number)
+    covered = 0
+    for _ in range(60):
+        values = rng.normal(size=number)
+        student = stats.ttest_1samp(values, 0)
+        low, high = student.confidence_interval(0.95)
+        found = judged(values)
+        assert found.low <= low + 0.02 * (high - low)
+        assert found.high >= high - 0.02 * (high - low)
+        assert found.p >= 0.9 * student.pvalue
+        # The outcome and the interval agree.
+        assert (found.outcome == "undecided") == (found.low <= 0 <= found.high)
+        covered += found.low <= 0 <= found.high
+    assert covered >= 0.85 * 60
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.3], [0.0, 0.278], [0.01, 0.02, 0.09]])
+def test_the_number_of_seeds_is_that_of_students_test(values):
+    (number,) = map(int, re.findall(r"about (\d+) seeds would", judged(values).note))
+    mean, spread = np.mean(values), np.std(values, ddof=1)
+    p = lambda n: 2 * stats.t.sf(mean / spread * np.sqrt(n), n - 1)
+    assert p(number) < 0.05 <= p(number - 1)
+
+
 @pytest.mark.parametrize(
     ("bounds", "outcome"),
     [

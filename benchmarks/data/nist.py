@@ -7,11 +7,13 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+
+from .._options import Refusal
 
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "nist"
@@ -174,6 +176,16 @@ class Problem:
             return 0.0
         error = np.max(np.abs(b - self.certified) / np.abs(self.certified))
         return float(np.clip(-np.log10(max(error, 1e-300)), 0.0, MAX_LRE))
+
+
+def require(names: Sequence[str] = tuple(MODELS)) -> None:
+    """Raise `Refusal` if files are missing, before any work is done."""
+    missing = [name for name in names if not (FOLDER / f"{name}.dat").exists()]
+    if missing:
+        raise Refusal(
+            f"'{FOLDER}' has no file '{missing[0]}.dat' of NIST's regressions; run this "
+            "in a complete copy of the repository."
+        )
 
 
 @functools.cache

@@ -216,6 +216,7 @@ EXPERIMENT = Experiment(
     grid="periods",
     steps="",
     own=training.own,
+    trains_state=training.on_mini_batches,
     rehearsed=True,
     medium=MEDIUM,
 )

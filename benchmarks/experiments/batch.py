@@ -154,6 +154,7 @@ EXPERIMENT = Experiment(
     "show the same behaviour.",
     grid="periods",
     own=training.own,
+    trains_state=lambda settings: True,
     rehearsed=True,
     medium=MEDIUM,
 )

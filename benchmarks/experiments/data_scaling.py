@@ -169,6 +169,7 @@ EXPERIMENT = Experiment(
     "K = 1, and K = infinity scales worse.",
     grid="periods",
     own=training.own,
+    trains_state=lambda settings: math.inf not in settings.periods,
     rehearsed=True,
     medium=MEDIUM,
 )

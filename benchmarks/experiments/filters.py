@@ -49,23 +49,24 @@ def look_after(runs: Runs, share: float) -> int:
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
+    small = f"K = {first.point['period']:,}"
     with np.errstate(divide="ignore", invalid="ignore"):  # runs may have diverged
         ratio = np.log2(travelled(first)[:, 1:] / travelled(last)[:, 1:])
     return [
         *(
             judge(
                 f"After {share:.0%} of the steps the filters have moved much further "
-                "with K = 1 than with large K",
-                "log2 of the ratio of the distances moved, K = 1 over large K",
+                f"with {small} than with large K",
+                f"log2 of the ratio of the distances moved, {small} over large K",
                 ratio[:, look_after(first, share) - 1],
                 thresholds.TWICE_AS_FAR,
             )
             for share in JUDGED
         ),
         judge(
-            "With large K the filters end as far from initialisation as with K = 1 "
+            f"With large K the filters end as far from initialisation as with {small} "
             f"after about {SHARE:.0%} of the steps",
-            "share of the steps after which the filters of K = 1 have moved as far as "
+            f"share of the steps after which the filters of {small} have moved as far as "
             "those of large K at the end (1 if they never do), median over the seeds",
             training.where_trained(way_of_the_first(first, last), first, last),
             thresholds.FIFTH_OF_THE_WAY,

@@ -379,6 +379,7 @@ EXPERIMENT = Experiment(
     "adds that one step of K = 1 learns fewer features than 10^5 steps of K = 10^5.",
     grid="periods",
     own=training.own,
+    trains_state=lambda settings: True,
     rehearsed=True,
     medium=MEDIUM,
 )

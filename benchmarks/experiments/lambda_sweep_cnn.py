@@ -30,7 +30,7 @@ from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLUE, figure, GREEN, ORANGE, VERMILION
 from ..scores import loss_of, number_of
 from ..solved import TOLERANCE
-from ..thresholds import MOST_UNFINISHED, TRAINED_LOSS
+from ..thresholds import MOST_UNFINISHED
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
 
@@ -202,7 +202,7 @@ def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdic
         judge(
             "More damping generalises better",
             "slope of the final test accuracy in log10 lambda, at dampings at which "
-            f"most runs reach a mean loss of {TRAINED_LOSS:g}",
+            f"most runs reach a mean loss of {training.enough(settings)}",
             slope(x, accuracy) if len(x) > 2 else [],
             thresholds.RISES,
             untested="" if len(x) > 2 else "runs are trained at too few dampings",
@@ -271,7 +271,7 @@ def _caption(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> str:
     left_out = int(np.isnan(finals(settings, all_runs, "test_accuracy")).sum())
     said = (
         "Final accuracy against damping, after linearised problems are solved until the "
-        f"mean training loss is {TRAINED_LOSS:g}; means and ranges over "
+        f"mean training loss is {training.enough(settings)}; means and ranges over "
         f"{settings.seeds} seeds, {training.described(settings)}. {left_out} of "
         f"{number} runs do not reach this loss or have an unsolved problem, and are "
         "left out. "

@@ -44,7 +44,7 @@ class LargeK(Images):
     updates."""
     num_steps: int = 48_000
     num_looks: int = 48
-    augmentation: str = "shift"
+    augmentation: training.Augmentation = "shift"
     num_probed: int = 100
     """Number of training images for a probe; with a thousand it would be at its ceiling
     from the start."""

@@ -27,6 +27,7 @@ from .large_k_augmented import (
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
+    small = f"K = {first.point['period']:,}"
     finished = lambda values: training.where_trained(values, first, last)
     half = first["test_accuracy"].shape[1] // 2
     verdicts = []
@@ -36,14 +37,14 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             judge(
                 f"Probes of layer {layer} improve more slowly with large K",
                 "difference in mean probe accuracy over the first half of training, "
-                "large K less K = 1",
+                f"large K less {small}",
                 np.mean(of_last[:, :half] - of_first[:, :half], axis=1),
                 thresholds.FALLS,
                 untested=at_ceiling(of_first[:, 0]),
             ),
             judge(
                 f"Probes of layer {layer} end lower with large K",
-                "difference in final probe accuracy, large K less K = 1",
+                f"difference in final probe accuracy, large K less {small}",
                 finished(of_last[:, -1] - of_first[:, -1]),
                 thresholds.FALLS,
                 untested=at_ceiling(of_first[:, 0]),
@@ -53,10 +54,10 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     deepest = f"probe_{PROBED_LAYERS[-1]}"
     verdicts += [
         judge(
-            "Probes end as accurate with large K as they are with K = 1 after about "
+            f"Probes end as accurate with large K as they are with {small} after about "
             f"{SHARE:.0%} of the steps",
             f"share of the steps after which the probe of layer {PROBED_LAYERS[-1]} is "
-            "as accurate with K = 1 as with large K at the end (1 if it never is), "
+            f"as accurate with {small} as with large K at the end (1 if it never is), "
             "median over the seeds",
             finished(
                 share_of_the_way(
@@ -69,8 +70,8 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
         ),
         judge(
             "Large K loses less test accuracy than probe accuracy",
-            "loss of final test accuracy with large K relative to K = 1, less the same "
-            "loss of the accuracy of the second layer's probes",
+            f"loss of final test accuracy with large K relative to {small}, less the "
+            "same loss of the accuracy of the second layer's probes",
             finished(behind("test_accuracy") - behind(deepest)),
             thresholds.FALLS,
         ),

@@ -79,6 +79,7 @@ class Row:
 def run(options: Options) -> None:
     """Solve all problems, print the tables, and write nist.csv and settings.json."""
     names = QUICK if options.quick else tuple(nist.MODELS)
+    nist.require(names)
     solvers = _quick_solvers() if options.quick else _solvers()
     console = wide_console(200)
     rows = solved_all(names, solvers, console)

@@ -30,7 +30,7 @@ import gnlin
 from .._options import Options
 from .._results import circumstances, write_csv, write_json
 from ..data.classical import FACTORS, Problem, PROBLEMS
-from ..data.nist import MODELS
+from ..data.nist import MODELS, require
 from ..figures import figure
 from ..speed.report import wide_console
 from . import nist, nls_sparse
@@ -81,6 +81,8 @@ class Row:
 
 def run(options: Options) -> None:
     """Solve all problems, print the tables, and write the rows and the profiles."""
+    names = QUICK_CERTIFIED if options.quick else tuple(MODELS)
+    require(names)
     problems = [p for p in PROBLEMS if not options.quick or p.name in QUICK]
     solvers = _solvers(options.quick)
     console = wide_console(200)
@@ -97,7 +99,6 @@ def run(options: Options) -> None:
     write_csv(options.out / "nls.csv", rows)
     bounded_rows = _in_boxes(problems, console)
     write_csv(options.out / "nls_bounded.csv", bounded_rows)
-    names = QUICK_CERTIFIED if options.quick else tuple(MODELS)
     certified_rows = solved_all(names, solvers, console)
     write_csv(options.out / "nls_nist.csv", certified_rows)
     sparse_rows = nls_sparse.run(options.quick, console)

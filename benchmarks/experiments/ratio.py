@@ -167,6 +167,7 @@ def points(settings: Ratio) -> list[Point]:
 
 
 def train(settings: Ratio, point: Point, place: Place) -> Columns:
+    nist.require(settings.fits)
     # An array, so that all ratios share a compiled program.
     rule = gnlin.damping.LongestStep(jnp.asarray(point["ratio"]))
     solver = gnlin.LevenbergMarquardt(damping=rule)

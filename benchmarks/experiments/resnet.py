@@ -25,7 +25,7 @@ class ResNets(Images):
     batch_size: int | None = 64
     learning_rate: float = 5e-4
     normalised_learning_rate: float = 0.01
-    augmentation: str = "shift"
+    augmentation: training.Augmentation = "shift"
     """Augmentation of the normalised network's images."""
     num_steps: int = 2_500
     num_looks: int = 25
@@ -91,7 +91,7 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
             judge(
                 f"The {network} network reaches about the same accuracy with large K",
                 "difference in the best test accuracy of a run, K = "
-                f"{last.point['period']:,} less K = 1",
+                f"{last.point['period']:,} less K = {first.point['period']:,}",
                 training.where_trained(best(last) - best(first), first),
                 thresholds.NO_LESS_ACCURATE,
                 untested=at_ceiling(best(first), best(last)),

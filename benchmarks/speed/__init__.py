@@ -6,12 +6,15 @@ import importlib
 from .._modules import TABLES
 from .._options import Options
 from .._results import circumstances, write_csv, write_json
+from ..data import nist
 from . import picture
 from .report import Figure, print_figures, print_rows, Row, wide_console
 
 
 def run(options: Options) -> None:
     """Measure, print, and write speed.csv, speed.png and settings.json."""
+    if "small" in (options.tables or TABLES):
+        nist.require()
     console = wide_console()
     rows: list[Row] = []
     figures: list[Figure] = []

@@ -49,11 +49,12 @@ from ._tasks import (
     make_task,
     MEDIUM,
     names_of,
-    NUM_TEST,
     own,
     QUICK,
     start,
     Task,
+    tested_examples,
+    with_rate,
 )
 from ._verdicts import judge_all
 
@@ -153,7 +154,7 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     stable |= result == optx.RESULTS.nonlinear_max_steps_reached
     outputs = outputs_of(model, solution.state, test[0])
     if task.has_theory:
-        some = jax.tree.map(lambda x: x[: max(NUM_TEST // outputs[0].size, 1)], test)
+        some = jax.tree.map(lambda x: x[: tested_examples(test)], test)
         problem = linear_problem(model, initial, train, some)
         # The kernel is the same, and is decomposed once: two independent decompositions
         # may wait for each other forever (jax 0.10, two cores).
@@ -190,6 +191,8 @@ EXPERIMENT = Experiment(
     grid="periods",
     runs_at_a_point=lambda settings: len(settings.periods),
     own=own,
+    trains_state=lambda settings: True,
+    completed=with_rate,
     medium=MEDIUM,
     rehearsed=True,
 )

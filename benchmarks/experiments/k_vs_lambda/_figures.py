@@ -42,7 +42,7 @@ from ._tasks import (
     DRAWN,
     make_task,
     names_of,
-    NUM_TEST,
+    num_tested,
     OWN,
     OwnKVsLambda,
     RELU,
@@ -111,12 +111,16 @@ def _caption(settings: AnySettings, tasks, by_task) -> str:
     all_runs = [runs for name in tasks for runs in by_task[name].values()]
     diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
     number = sum(runs["stable"].size for runs in all_runs)
-    dead = ""
+    shown = [
+        "Test error",
+        "training loss",
+        "centred kernel alignment with initialisation",
+    ]
     if any(task.can_die for task in tasks.values()):
-        dead = ", and share of hidden units that are off on all training inputs"
+        shown.append("share of hidden units that are off on all training inputs")
     return (
-        f"Test error, training loss, kernel alignment with initialisation{dead}, "
-        "against the effective damping lambda = 1/(eta K); medians and ranges over "
+        f"{', '.join(shown[:-1])} and {shown[-1]}, against the effective damping "
+        "lambda = 1/(eta K); medians and ranges over "
         f"{_seeds(settings, tasks)}. At the grey strengths most runs of one of the two "
         f"methods are not trained to {thresholds.PART_OF_GUESSING:.0%} of the loss of "
         f"the best constant outputs. {diverged} of {number} runs diverged; no median is "
@@ -213,7 +217,7 @@ def _draw_sweeps(
     rows = {
         "test_error": None,
         "train_loss": "Training loss",
-        "kernel_alignment": "Kernel alignment\nwith initialisation",
+        "kernel_alignment": "Centred kernel alignment\nwith initialisation",
     }
     if any(task.can_die for task in tasks.values()):
         rows["dead"] = "Dead hidden units\n(share)"
@@ -306,7 +310,8 @@ def _draw_differences(
                 xlim=ends, xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$"
             )
             panel.set_ylabel(f"Test error, $K$ steps less damping ({unit})")
-            panel.legend(fontsize="small", frameon=True, edgecolor="none")
+            if panel.get_legend_handles_labels()[0]:
+                panel.legend(fontsize="small", frameon=True, edgecolor="none")
 
 
 def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> None:
@@ -314,6 +319,8 @@ def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> N
     parts = scale * difference(task, a, b)
     low, high = _intervals(parts)
     known = np.isfinite(low)
+    if not known.any():
+        return
     label = task.title.partition(", ")[0]
     if label == "Digits":
         width = task.make_model(jax.random.key(0)).width_size
@@ -452,12 +459,13 @@ def _theory_caption(settings: AnySettings, tasks: Mapping[str, Task], by_task) -
         "damped steps that all use the final linearisation. Then the effective "
         "dimension of the final kernel, the sum of w/(w + lambda) over its eigenvalues "
         "w, and the squared bias and the variance of fitting the targets once with this "
-        f"kernel, by flow after K steps and by ridge after damping, on {NUM_TEST:,} "
-        "test outputs. Bottom: the ratio of risks, for the networks and for linear "
-        "problems with the kernels of the damped runs. A linear problem's ratio lies "
-        "between its ratio of squared biases and its ratio of variances; in theory the "
-        "ratio of variances stays below the bound, and so does the ratio of squared "
-        "biases on average over targets. The largest medians are "
+        "kernel, by flow after K steps and by ridge after damping, on "
+        f"{max(map(num_tested, tasks.values())):,} test outputs. Bottom: the ratio of "
+        "risks, for the networks and for linear problems with the kernels of the damped "
+        "runs. A linear problem's ratio lies between its ratio of squared biases and its "
+        "ratio of variances; in theory the ratio of variances stays below the bound, and "
+        "so does the ratio of squared biases on average over targets. The largest "
+        "medians are "
         f"{_largest(tasks, by_task)}."
     )
 

@@ -103,12 +103,25 @@ def own(settings: AnySettings) -> OwnKVsLambda:
     )
 
 
+def with_rate(settings: AnySettings) -> AnySettings:
+    """Return the settings with the learning rate that is used by default."""
+    if not isinstance(settings, OwnKVsLambda) or settings.learning_rate is not None:
+        return settings
+    return dataclasses.replace(settings, learning_rate=_own(settings).learning_rate)
+
+
 MOST_OUTPUTS = 5_000
 """The largest number of training outputs of a user's own task: their kernel is in memory
 for several strengths at once."""
 _STABLE_PART = 0.01
 NUM_TEST = 1_000
-"""Number of test outputs for the theory."""
+"""The largest number of test outputs for the theory."""
+
+
+def tested_examples(test: Data) -> int:
+    """Return the number of test examples for the theory."""
+    targets = test[1]
+    return min(max(NUM_TEST // targets[0].size, 1), len(targets))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +171,12 @@ class Task:
         and not 100000.00000000001."""
         exact = jnp.asarray(gnlin.filters.equivalent_damping(period, self.learning_rate))
         return float(f"{float(exact):.12g}")
+
+
+def num_tested(task: Task) -> int:
+    """Return the number of test outputs for the theory."""
+    _, test = task.drawn(0)
+    return tested_examples(test) * test[1][0].size
 
 
 def names_of(settings: AnySettings) -> tuple[str, ...]:
