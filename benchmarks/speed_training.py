@@ -279,10 +279,11 @@ class _Network:
 
     def stream_step(self, solver) -> _Step:
         def step(y, state, inputs, targets):
-            y, state, loss, _ = solver.advance_stream(
-                self.objective(targets), self.fn, y, inputs, state, has_aux=False
+            objective = self.objective(targets)
+            y, state, outputs, _ = solver.advance_stream(
+                objective, self.fn, y, inputs, state, has_aux=False
             )
-            return y, state, loss
+            return y, state, objective.value(outputs)
 
         state = solver.start_stream(self.parameters, self.outputs)
         return _compiled(step, self.parameters, state, self.inputs, self.targets)

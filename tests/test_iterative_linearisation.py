@@ -307,3 +307,15 @@ def test_many_literal_steps_are_announced():
         warnings.simplefilter("error")
         lowered(method="flow")
         lowered(form="quadratic")
+
+
+@pytest.mark.parametrize("method", ["auto", "flow"])
+@pytest.mark.parametrize("period", [10**30, 1e30, 10**400], ids=["int", "float", "huge"])
+def test_a_huge_period_is_an_infinite_one(period, method):
+    def run(period):
+        solver = gnlin.IterativeLinearisation(period, 0.1, method=method)
+        line = lambda p, x: p[0] * x + p[1], jnp.ones(2)
+        x = jnp.linspace(0.0, 1.0, 10)
+        return gnlin.solve(line, (x, 2 * x), solver, max_steps=2).model[1]
+
+    np.testing.assert_allclose(run(period), run(math.inf), atol=1e-8)

@@ -171,3 +171,13 @@ def test_mistakes():
     data, solver = (X, jnp.zeros((15, 4))), gnlin.GaussNewton(method=lx.QR())
     with pytest.raises(ValueError, match="cannot be used"):
         gnlin.solve(NETWORK, data, solver, loss=gnlin.losses.Huber(0.1))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_qr_in_single_precision():
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
+    solver = gnlin.DampedGaussNewton(1e-3, method=lx.QR())
+    ones = jnp.ones(3, jnp.float32)
+    fit = optx.least_squares(lambda y, _: matrix @ (y - ones), solver, 0 * ones)
+    assert fit.value.dtype == jnp.float32
+    np.testing.assert_allclose(fit.value, ones, atol=1e-5)

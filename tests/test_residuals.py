@@ -1,6 +1,7 @@
 """Groups of residuals give the same numbers as one stacked problem by hand."""
 
 import functools
+import warnings
 
 import equinox as eqx
 import jax
@@ -419,3 +420,20 @@ def test_an_example_that_is_not_finite_is_named():
         gnlin.solve(NET, groups, gnlin.DampedGaussNewton(1.0))
     with pytest.warns(UserWarning, match="The loss of the group 'b' is not finite"):
         gnlin.fit(NET, groups, gnlin.DampedGaussNewton(1.0), steps=2, progress=False)
+
+
+@pytest.mark.parametrize(
+    "solver", [gnlin.LevenbergMarquardt(), gnlin.IterativeLinearisation(10, 1e-2)]
+)
+def test_the_losses_of_groups_across_batches_add_up(solver):
+    noisy = jnp.sin(40 * INSIDE[:, 0])
+    groups = {
+        "inside": gnlin.Residuals(lambda net, e: net(e[0]) - e[1], (INSIDE, noisy)),
+        "edges": gnlin.Residuals(boundary, EDGES, weight=3.0),
+    }
+    sizes = {"inside": 2, "edges": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of losses that rise
+        history = gnlin.fit(NET, groups, solver, batch_size=sizes, steps=30).history
+    each = history["loss/inside"] + history["loss/edges"]
+    np.testing.assert_allclose(each, history.loss, rtol=1e-9)

@@ -1,7 +1,9 @@
 """Parameters on manifolds: steps by a retraction, for rotations and poses."""
 
 import functools
+import warnings
 
+import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -269,3 +271,55 @@ def test_a_retraction_that_forgets_the_row():
     solver = gnlin.LevenbergMarquardt(retraction=lambda row, step: turned(step))
     with pytest.warns(UserWarning, match="must return the row itself for a step of zero"):
         gnlin.solve(jnp.array([1.0, 0.0]), gnlin.Residuals(residuals), solver)
+
+
+def in_frame(turn):
+    """Return the residuals, the start and the retraction of a pose whose position moves
+    along its own axes, which are turned by an angle."""
+
+    def turned(angle, v):
+        c, s = jnp.cos(angle), jnp.sin(angle)
+        return jnp.stack([c * v[0] - s * v[1], s * v[0] + c * v[1]])
+
+    def moved(pose, step):
+        position = pose[:2] + turned(pose[2], step[:2])
+        return jnp.concatenate([position, pose[2:] + step[2:]])
+
+    def residuals(pose, _):
+        x, y, angle = pose
+        return jnp.stack([10 * (y - x**2), 1 - x, 0.1 * (angle - turn)])
+
+    return residuals, jnp.array([-1.2, 1.0, turn]), moved
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"search": optx.BacktrackingArmijo()},
+        {"search": optx.BacktrackingArmijo(), "momentum": 0.3},
+        {"momentum": 0.3},
+    ],
+)
+def test_steps_do_not_depend_on_the_frame(settings):
+    def losses(turn):
+        residuals, start, moved = in_frame(turn)
+        solver = gnlin.DampedGaussNewton(1e-2, retraction=moved, **settings)
+        group = gnlin.Residuals(residuals)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of runs that rise
+            return gnlin.solve(
+                start, group, solver, max_steps=8, divergence=None
+            ).history.loss
+
+    first = losses(0.0)
+    for turn in (2.1, np.pi):
+        np.testing.assert_allclose(losses(turn), first, rtol=1e-6)
+
+
+def test_a_retraction_may_hold_arrays():
+    def moved(scale, row, step):
+        return row + jnp.sin(scale * step)
+
+    solver = gnlin.LevenbergMarquardt(retraction=eqx.Partial(moved, jnp.array(0.5)))
+    fit = optx.least_squares(lambda y, _: y**2 - 2, solver, jnp.ones(3))
+    np.testing.assert_allclose(fit.value, 2**0.5 * np.ones(3), rtol=1e-8)

@@ -3,7 +3,9 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import optimistix as optx
 import pytest
 
 import gnlin
@@ -150,3 +152,44 @@ def test_errors_of_updates():
         match=r"OfATuple must return a .*, but returns a tuple",
     ):
         gnlin.solve(NET, DATA, OfATuple())
+
+
+class Table(eqx.Module):
+    """A schedule, or a filter, with an array of its own."""
+
+    values: jax.Array
+
+    def __call__(self, number):
+        return self.values[jnp.minimum(number, 2)]
+
+
+class Line(eqx.Module):
+    ends: jax.Array
+
+    def __call__(self, w):
+        return 1 / (self.ends[0] + self.ends[1] * w)
+
+
+def test_schedules_and_filters_may_hold_arrays():
+    for solver in (
+        gnlin.DampedGaussNewton(Table(jnp.array([1.0, 0.1, 1e-6]))),
+        gnlin.methods.FilteredGaussNewton(Line(jnp.array([1e-6, 1.0]))),
+    ):
+        fit = optx.least_squares(lambda y, _: 3 * y - 6, solver, jnp.zeros(2))
+        np.testing.assert_allclose(fit.value, 2 * np.ones(2), rtol=1e-8)
+
+
+def test_a_traced_warm_start():
+    def minimum(part):
+        solver = gnlin.TruncatedGaussNewton(0.1, warm_start=part)
+        return optx.least_squares(lambda y, _: 3 * y - 6, solver, jnp.zeros(2)).value
+
+    found = jax.jit(jax.vmap(minimum))(jnp.array([0.0, 0.9]))
+    np.testing.assert_allclose(found, 2 * np.ones((2, 2)), rtol=1e-8)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numpys_false_prints_nothing(capfd):
+    solver = gnlin.LevenbergMarquardt(verbose=np.False_)
+    optx.least_squares(lambda y, _: y - 1, solver, jnp.zeros(2))
+    assert capfd.readouterr().out == ""

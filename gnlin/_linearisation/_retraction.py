@@ -31,16 +31,16 @@ class Retraction(eqx.Module):
         def spread(fn, part):
             return jax.tree.map(lambda _: fn, part)
 
-        none = lambda x: x is None
         try:
-            tree = jax.tree.map(spread, given, y, is_leaf=none)
+            is_leaf = lambda x: x is None or callable(x)
+            tree = jax.tree.map(spread, given, y, is_leaf=is_leaf)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 "`retraction` must be a function of a row of parameters and its step, or "
                 f"have the parameters' structure, {jax.tree.map(jnp.shape, y)}, but is "
                 f"{given!r}."
             ) from error
-        fns = jax.tree.leaves(tree, is_leaf=none)
+        fns = jax.tree.leaves(tree, is_leaf=is_leaf)
         pairs = zip(fns, jax.tree.leaves(y), strict=True)
         return Retraction(fns, [fn is not None and _is_a_row(fn, x) for fn, x in pairs])
 

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
@@ -28,6 +29,11 @@ from ._detour import Detour
 from ._state import check_update, Counts, Evaluate, Report, State, Update
 from ._termination import Ended, verdict
 from ._verbose import print_row
+
+
+def _plain(flag: Any) -> Any:
+    """Convert a boolean of NumPy, which would be traced as an array."""
+    return bool(flag) if isinstance(flag, np.bool_) else flag
 
 
 class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
@@ -92,7 +98,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     memory_budget: int = eqx.field(default=DEFAULT_MEMORY_BUDGET, kw_only=True)
     bounds: Any = eqx.field(default=None, kw_only=True)
     retraction: Any = eqx.field(default=None, kw_only=True)
-    verbose: bool | Callable[..., None] = eqx.field(default=False, kw_only=True)
+    verbose: bool | Callable[..., None] = eqx.field(
+        default=False, converter=_plain, kw_only=True
+    )
 
     def __check_init__(self):
         check_nonnegative("rtol", self.rtol)
@@ -143,7 +151,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if self.retraction is not None:
             Retraction.of(self.retraction, y)  # raises an error if it does not fit
         numbers = eqx.tree_at(lambda s: s.bounds, self, None, is_leaf=lambda x: x is None)
-        for path, value in jax.tree_util.tree_leaves_with_path(numbers):
+        # A schedule or a filter, which is callable, may hold arrays of its own.
+        fields = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=callable)
+        for path, value in fields:
             if eqx.is_array(value) and value.ndim > 0:
                 name = jax.tree_util.keystr(path).removeprefix(".")
                 raise ValueError(
@@ -298,10 +308,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         state: State,
         *,
         has_aux: bool,
-    ) -> tuple[PyTree[Array], State, Scalar, Any]:
+    ) -> tuple[PyTree[Array], State, PyTree[Array], Any]:
         """Take one step on one batch with the outputs `fn(y, args)`. Return `(y, state,
-        loss, aux)`, with the batch's loss before the step. By default the step is an
-        outer step, shortened if there is a stride."""
+        outputs, aux)`, with the batch's outputs before the step. By default the step is
+        an outer step, shortened if there is a stride."""
         evaluate = lambda y_: fn(y_, args)[0] if has_aux else fn(y_, args)
         stride, back = state.stride, jnp.array(False)
         if stride is not None:
@@ -319,7 +329,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             outputs = evaluate(new_y)
             stride = stride.after(y, objective.decrease(lin.outputs, outputs))
             state = state.after_part(stride, objective.value(outputs), back)
-        return new_y, state, objective.value(lin.outputs), aux
+        return new_y, state, lin.outputs, aux
 
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
         """Return the linearisation point if it is kept across batches, or `None`."""

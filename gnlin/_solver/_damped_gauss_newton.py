@@ -1,7 +1,6 @@
 """Damped Gauss-Newton."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
@@ -20,7 +19,7 @@ from ..filters import Tikhonov
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._schedules import Schedule, value_at
 from ._state import Update
-from ._stepping import AbstractFilteredGaussNewton
+from ._stepping import AbstractFilteredGaussNewton, step_taken
 
 
 class _Memory(eqx.Module):
@@ -125,5 +124,5 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         update = super().update(objective, lin, evaluate, memory, num_steps)
         if self.momentum is None:
             return update
-        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        step = step_taken(update, lin)
         return eqx.tree_at(lambda u: u.memory.last, update, step)

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Int, PyTree, ScalarLike
 
 from .._common import _tree
 from .._common._checks import as_float
@@ -57,7 +57,7 @@ def inner_step(
     state: State,
     has_aux: bool,
     trigger: Trigger | None,
-) -> tuple[PyTree[Array], State, Scalar, Any]:
+) -> tuple[PyTree[Array], State, PyTree[Array], Any]:
     """Take one inner step on one batch, as `advance_stream` does. A `trigger` may
     linearise again before the period ends."""
     stream: Stream = state.memory
@@ -108,4 +108,4 @@ def inner_step(
     state = dataclasses.replace(
         state, memory=stream, report=report, counts=counts, result=result
     )
-    return new_y, state, loss, aux
+    return new_y, state, outputs, aux

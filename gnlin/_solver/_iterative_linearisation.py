@@ -50,8 +50,16 @@ from ._termination import STANDS_STILL
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
 
 
+# From here on not all whole numbers are doubles. More steps than the second number
+# change nothing.
+_INEXACT, _LARGEST = 2**53, 10**300
+
+
 def _whole(period: ScalarLike) -> ScalarLike:
-    if isinstance(period, float) and math.isfinite(period) and period % 1 == 0:
+    """Return a whole number as an integer if it is a double exactly, else as a float."""
+    if isinstance(period, int) and period >= _INEXACT:
+        return float(min(period, _LARGEST))
+    if isinstance(period, float) and period % 1 == 0 and period < _INEXACT:
         return int(period)
     return period
 

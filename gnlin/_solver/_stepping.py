@@ -198,6 +198,16 @@ def take_step(
     )
 
 
+def step_taken(update: Update, lin: Linearisation) -> PyTree[Array]:
+    """Return the step of an update in the variables of the linearisation."""
+    if lin.retraction is None:
+        return jax.tree.map(jnp.subtract, update.y, lin.point)
+    assert update.step_norm is not None
+    whole = _tree.norm(update.left)
+    part = update.step_norm / jnp.where(whole == 0, 1, whole)
+    return _tree.cast_like(_tree.scale(part, update.left), lin.point)
+
+
 def _in_memory(subproblem: AbstractSubproblem) -> Quadratic | None:
     """Return the linearised problem if its Jacobian is in memory."""
     problem = getattr(subproblem, "problem", None)
@@ -230,18 +240,21 @@ def _searched(
     if isinstance(search, GridSearch):
         return search.along(objective, lin, evaluate, direction)
     zero = jnp.zeros((), _tree.dtype(lin.outputs))
-    y, gradient, zero = _tree.promoted((lin.point, gradient, zero))
+    # Steps are in the variables of the linearisation, as the gradient is, and not in
+    # those of the parameters, from which a retraction differs.
+    nowhere = _tree.zeros_like(direction)
+    nowhere, gradient, zero = _tree.promoted((nowhere, gradient, zero))
     # Measure the loss from here: its differences are known better than its values.
     here = optx.FunctionInfo.EvalGrad(zero, gradient)
 
     def attempt(carry):
         step_size, _, _, state, num_steps = carry
-        candidate = lin.moved(direction, step_size)
-        outputs = evaluate(candidate)
+        outputs = evaluate(lin.moved(direction, step_size))
+        tried = _tree.cast_like(_tree.scale(step_size, direction), nowhere)
         change = -objective.decrease(lin.outputs, outputs).astype(zero.dtype)
         there = optx.FunctionInfo.Eval(jnp.where(jnp.isnan(change), jnp.inf, change))
         next_size, accept, _, state = search.step(
-            jnp.array(False), y, _tree.cast_like(candidate, y), here, there, state
+            jnp.array(False), nowhere, tried, here, there, state
         )
         lost = _tree.all_finite(outputs) & (jnp.abs(change) <= rounding) & flat
         accept = accept | lost
@@ -253,9 +266,10 @@ def _searched(
     rounding = rounding_of_loss(loss, None, lin.point)
     # A search cannot judge a slope that is lost in the rounding of the loss.
     flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
-    state = search.init(y, jax.eval_shape(lambda: here))
+    state = search.init(nowhere, jax.eval_shape(lambda: here))
     first = optx.FunctionInfo.Eval(zero)
-    step_size, _, _, state = search.step(jnp.array(True), y, y, here, first, state)
+    begin = jnp.array(True), nowhere, nowhere, here, first, state
+    step_size, _, _, state = search.step(*begin)
     no = jnp.array(False)
     start = step_size.astype(zero.dtype), lin.outputs, no, state, jnp.array(0)
     step_size, outputs, found, _, _ = jax.lax.while_loop(

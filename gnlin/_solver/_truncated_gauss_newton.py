@@ -3,8 +3,8 @@
 from typing import Literal
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
@@ -26,7 +26,7 @@ from .._subproblem import AbstractIteration, by_products, problem_of, ProxLinear
 from ..preconditioners import AbstractPreconditioner
 from ._schedules import EisenstatWalker, Schedule, value_at
 from ._state import Update
-from ._stepping import AbstractSearchedGaussNewton, take_step
+from ._stepping import AbstractSearchedGaussNewton, step_taken, take_step
 
 
 class _Memory(eqx.Module):
@@ -112,7 +112,8 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             )
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
-        step = _tree.zeros_like(y) if self.warm_start > 0 else None
+        is_cold = not isinstance(self.warm_start, Tracer) and self.warm_start == 0
+        step = None if is_cold else _tree.zeros_like(y)
         return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype), step)
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
@@ -143,8 +144,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         )
         if memory.step is None:
             return update
-        step = jax.tree.map(jnp.subtract, update.y, lin.point)
-        memory = _Memory(tolerance, norm, step)
+        memory = _Memory(tolerance, norm, step_taken(update, lin))
         return eqx.tree_at(lambda u: u.memory, update, memory)
 
     def _prepared(

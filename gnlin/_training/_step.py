@@ -176,10 +176,9 @@ def advanced(
     evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
     if setting.streaming:
         with spread(setting.places):
-            y, state, loss, aux = solver.advance_stream(
+            y, state, now, aux = solver.advance_stream(
                 objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
             )
-        now = evaluate(carry.parameters) if objective.names else None
     else:
         budget, begun = solver.memory_budget, carry.solver_state
         point = solver.next_point(carry.parameters, begun)
@@ -191,8 +190,7 @@ def advanced(
         now, detour = solver.outputs_of_run(lin, begun), solver.detour(begun)
         if has_aux and detour is not None:
             aux = _tree.where(detour.is_on, carry.model_state, aux)
-        loss = objective.value(now)
-    loss = loss.astype(state.report.loss.dtype)
+    loss = objective.value(now).astype(state.report.loss.dtype)
     watch = carry.watch
     if watch is not None:
         assert setting.divergence is not None
