@@ -25,7 +25,7 @@ from ._solver import (
     result_name,
 )
 from ._training._data import as_batch, not_finite
-from ._training._doubts import after_full_batch
+from ._training._doubts import after_full_batch, not_fitted
 from ._training._full_batch import run
 from ._training._group_network import GroupNetwork
 from ._training._model import make_network, Network
@@ -215,6 +215,7 @@ def solve(
             found = rows["loss"], rows["gradient_norm"]
             converged = ended == "successful"
             doubt = after_full_batch(*found, float(loss_now), converged=converged)
+            doubt = doubt or not_fitted(rows)
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,

@@ -437,3 +437,37 @@ def test_the_losses_of_groups_across_batches_add_up(solver):
         history = gnlin.fit(NET, groups, solver, batch_size=sizes, steps=30).history
     each = history["loss/inside"] + history["loss/edges"]
     np.testing.assert_allclose(each, history.loss, rtol=1e-9)
+
+
+SLOPE = gnlin.Residuals(lambda m, x: m["u"](x) - m["k"] * x, jnp.linspace(0.0, 1.0, 9))
+LINE = eqx.nn.MLP("scalar", "scalar", 4, 1, jnp.tanh, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize("k", [1, jnp.array(1)])
+def test_a_whole_number_is_not_trained(k):
+    with pytest.warns(UserWarning, match="The parameter 'k' is a whole number"):
+        gnlin.solve({"u": LINE, "k": k}, SLOPE, max_steps=1)
+
+
+def test_a_group_that_does_not_depend_on_the_parameters():
+    bent = lambda u, x: jax.grad(jax.grad(u))(x) + 1.0
+    ends = gnlin.Residuals(lambda u, x: u(x), jnp.array([0.0, 1.0]))
+    groups = {"bent": gnlin.Residuals(bent, jnp.linspace(0.0, 1.0, 9)), "ends": ends}
+    net = eqx.nn.MLP("scalar", "scalar", 8, 1, jax.nn.relu, key=jax.random.key(0))
+    with pytest.warns(UserWarning, match="not changed the loss of the group 'bent'"):
+        gnlin.solve(net, groups, max_steps=5)
+
+
+def test_points_have_at_least_the_precision_of_the_parameters():
+    slope = lambda u, x: jax.grad(u)(x) - jnp.cos(3 * x)
+    points = jnp.linspace(0.0, 1.0, 9)
+
+    def loss(points):
+        groups = {
+            "slope": gnlin.Residuals(slope, points),
+            "start": gnlin.Residuals(lambda u, x: u(x), jnp.zeros(1)),
+        }
+        return gnlin.solve(LINE, groups, max_steps=40).loss
+
+    coarse = points.astype(jnp.float32)
+    assert loss(coarse) == loss(coarse.astype(float))

@@ -1,5 +1,7 @@
 """Doubts about a run that ended well: it has not moved, or its loss has risen."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from ._solution import NO_GRADIENT
@@ -36,6 +38,24 @@ def after_full_batch(
         f"{losses[0]:.4g} to {last:.4g}: use `gnlin.LevenbergMarquardt()`, more damping, "
         "a smaller learning rate or fewer inner steps."
     )
+
+
+def not_fitted(row: Mapping[str, np.ndarray]) -> str:
+    """Return a sentence that names the first group whose loss is the same, to the last
+    digit, in all rows of a history whose whole loss changes; or "".
+
+    - `row`: the columns of the history.
+    """
+    for column, losses in row.items():
+        still = column.startswith("loss/") and np.ptp(losses) == 0 and losses[0] != 0
+        if still and np.ptp(row["loss"]) > 0:
+            name = column.removeprefix("loss/")
+            return (
+                f"`gnlin.solve` has not changed the loss of the group {name!r}: its "
+                "residuals may not depend on the parameters that are trained, as second "
+                "derivatives of a ReLU do not."
+            )
+    return ""
 
 
 def after_batches(

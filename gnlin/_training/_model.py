@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,8 @@ def partition(
             "`filter_spec` selects leaves of the model that are not arrays; only "
             "floating-point arrays can be trained."
         )
+    if filter_spec is eqx.is_inexact_array:
+        _warn_of_whole_numbers(trained)
     dtypes = tuple(leaf.dtype for leaf in leaves)
     parameters = jax.tree.map(_in_single, parameters)
     check_parameters(parameters)
@@ -119,6 +122,21 @@ def _with_arrays(parameters: PyTree) -> PyTree:
         return jnp.asarray(leaf, float) if is_number and is_plain else leaf
 
     return jax.tree_util.tree_map_with_path(each, parameters)
+
+
+def _warn_of_whole_numbers(trained: PyTree) -> None:
+    """Warn if an entry of a dictionary is a whole number, which is not trained."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+        plain = all(isinstance(key, jax.tree_util.DictKey) for key in path) and path
+        is_number = not isinstance(leaf, bool) and eqx.is_array_like(leaf)
+        whole = is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
+        whole = whole and jnp.ndim(leaf) == 0
+        if plain and whole:
+            warnings.warn(
+                f"The parameter {path[-1].key!r} is a whole number, and is not trained; "
+                "to train it, write it with a point, as 1.0 for 1.",
+                stacklevel=5,
+            )
 
 
 def _is_number(leaf: Any) -> bool:

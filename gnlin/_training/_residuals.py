@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree, ScalarLike
 
+from .._common import _tree
 from .._common._checks import (
     as_scalar,
     check_callable,
@@ -277,7 +278,13 @@ def of_groups(
         sparsities={k: g.sparsity for k, g in groups.items() if g.sparsity is not None},
         part_size=part_size,
     )
-    inputs = {k: None if k in samplers else g.data for k, g in groups.items()}
+    # Derivatives by a point have its precision, so give it that of the parameters.
+    dtype = _tree.dtype(parameters)
+    wide = lambda x: x.astype(dtype) if _is_coarser(x, dtype) else x
+    inputs = {
+        name: None if name in samplers else jax.tree.map(wide, group.data)
+        for name, group in groups.items()
+    }
     targets = {name: group.targets for name, group in groups.items()}
     losses = GroupLosses(
         {name: group.loss for name, group in groups.items()},
@@ -286,6 +293,11 @@ def of_groups(
         is_drawn=bool(samplers) and not any(network.batch_sizes.values()),
     )
     return parameters, network, (inputs, targets, None), losses
+
+
+def _is_coarser(x: Any, dtype: jnp.dtype) -> bool:
+    is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+    return is_float and x.dtype.itemsize < dtype.itemsize
 
 
 def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> None:

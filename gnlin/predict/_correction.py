@@ -39,8 +39,7 @@ from ._linearised import check_finite
 _TOO_MUCH = 0.7
 # A network jumps between the points of the training if its loss elsewhere is more than
 # these multiples of the loss there, and of the first one. Such networks meet their
-# equations to 1e-20, are wrong by 0.7 to 1.7, and their estimates are 0.01 to 0.08. In
-# tables of nine equations no other run comes near the second multiple.
+# equations to 1e-20, are wrong by 0.7 to 1.7, and their estimates may be 0.01 to 0.08.
 _JUMPS, _OF_START = 1e3, 1e-3
 
 Outputs = Callable[[Any, Any], PyTree[Array]]
@@ -69,7 +68,7 @@ def correction(
     too small if the step leaves most of the residuals, as for a network that is too small
     for the solution; then there is a warning. There is another one if the network jumps
     between the points of its training: residuals at the points are then tiny, and large
-    elsewhere, and the estimate is wrong. Residuals of noisy data have no estimate, since
+    elsewhere, and the estimate may be far off. For noisy data there is no estimate, since
     the undamped step fits the noise.
 
     **Arguments:**
@@ -130,7 +129,7 @@ def correction(
             warnings.warn(
                 f"The loss is {float(loss):.2g} at these points, and "
                 f"{float(solution.loss):.2g} at those of the training: the network jumps "
-                "between them, and the estimate is wrong. Train on more points.",
+                "between them, and the estimate may be far off. Train on more points.",
                 stacklevel=2,
             )
     if not is_traced(remaining) and remaining > _TOO_MUCH:
