@@ -35,7 +35,6 @@ from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
 
 
-NETWORK = "the network"
 NEWTON, TRUNCATED, ADAM = "Newton", "truncated Newton", "Adam"
 
 
@@ -87,7 +86,7 @@ FULL = dataclasses.replace(
 def points(settings: LambdaSweepCNN) -> list[Point]:
     methods = [(NEWTON, 0), (TRUNCATED, 0), *((ADAM, n) for n in settings.adam_steps)]
     return [
-        *({"trained": NETWORK, "damping": each} for each in settings.dampings),
+        *({"solved_by": None, "damping": each} for each in settings.dampings),
         *(
             {"solved_by": method, "steps": steps, "damping": each}
             for each in settings.compared
@@ -97,7 +96,7 @@ def points(settings: LambdaSweepCNN) -> list[Point]:
 
 
 def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
-    if "solved_by" in point:
+    if point["solved_by"] is not None:
         return solve_first(settings, point, place)
     damping = 2 * point["damping"]  # gnlin adds damping / 2 |theta - theta_s|^2
     if settings.batch_size is None:
@@ -168,7 +167,7 @@ def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns
 
 def finals(settings: LambdaSweepCNN, all_runs: Sequence[Runs], name: str) -> ndarray:
     """Return final values by damping and seed; NaN for runs that are left out."""
-    found = [only(all_runs, trained=NETWORK, damping=x) for x in settings.dampings]
+    found = [only(all_runs, solved_by=None, damping=x) for x in settings.dampings]
     return np.array([training.counted(runs, runs.final(name)) for runs in found])
 
 
@@ -266,7 +265,7 @@ def _draw_cost(axes, settings, all_runs, damping, look, full) -> None:
 
 
 def _caption(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> str:
-    trained = select(all_runs, trained=NETWORK)
+    trained = select(all_runs, solved_by=None)
     number = sum(len(runs.final("trained")) for runs in trained)
     left_out = int(np.isnan(finals(settings, all_runs, "test_accuracy")).sum())
     said = (
