@@ -58,7 +58,7 @@ class ByLineax(AbstractWithGradient):
         root = jnp.sqrt(jnp.asarray(damping_of(filter), self.gradient_norm.dtype))
         below = self.problem.rest
         if below is None:
-            below = jax.tree.map(jnp.zeros_like, jacobian.domain.tree)
+            below = _tree.zeros_like(jacobian.domain.tree)
         else:
             below = _tree.scale(-1 / root, below)
         return self._solved(_Damped(jacobian, root), (minus_r, below))
