@@ -126,9 +126,10 @@ class AbstractSubproblem(eqx.Module):
         numerical range, or infinity if computing it would require a solution."""
         return jnp.full_like(self.gradient_norm, jnp.inf)
 
-    @abc.abstractmethod
     def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":
-        """Return the subproblem of another residual; it shares the setup of this one."""
+        """Return the subproblem of another residual; it shares the setup of this one.
+        Only geodesic acceleration needs it."""
+        raise NotImplementedError
 
 
 class AbstractWrapper(AbstractSubproblem):
