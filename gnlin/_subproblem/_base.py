@@ -190,6 +190,12 @@ class AbstractWay(AbstractSubproblem):
     def gradient(self) -> PyTree[Array]:
         return self.problem.gradient()
 
+    def damping_of(self, filter: Filter) -> ScalarLike:
+        """Return the damping of a `Tikhonov` filter; raise for any other filter."""
+        if not isinstance(filter, Tikhonov):
+            raise does_not_serve(self.method, filter)
+        return filter.damping
+
 
 class AbstractWithGradient(AbstractWay):
     """A way that computes the gradient by one product, and keeps it."""
