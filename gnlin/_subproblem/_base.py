@@ -161,7 +161,8 @@ class AbstractWay(AbstractSubproblem):
     - `method`: its name, as users pass it.
     - `problem`: a [`gnlin.authoring.Quadratic`][] or a `ProxLinear`.
     - `stops_early`: whether `truncated` makes a solution cheaper.
-    - `solves_anew`: whether each further residual costs as much as the first.
+    - `solves_anew`: whether geodesic acceleration is left out by default, because each
+        further residual costs as much as the first.
     """
 
     method: ClassVar[str]
@@ -238,7 +239,7 @@ _SPARSE_STEP = 2e-3
 
 
 class Early(Tikhonov):
-    """A nonzero damping for which conjugate gradients may stop early.
+    """Tikhonov with a damping that is known to be positive.
 
     - `worth`, `times`: an exact solution is preferred if it takes less than `worth`
         seconds, or less than `times` the seconds of conjugate gradients that stop early.
