@@ -103,3 +103,10 @@ def test_factorisations_are_reused(method):
     program = lambda way: str(jax.make_jaxpr(lambda: way.solve(FILTER).step)())
     assert "cholesky" in program(way)
     assert "cholesky" not in program(way.factorised(FILTER))
+
+
+@pytest.mark.parametrize("method", ["kernel", "curvature"])
+def test_a_filter_without_damping_is_refused_by_the_methods_name(method):
+    ready = gnlin.authoring.choose(problem((7, 3)), FILTER, method=method)
+    with pytest.raises(ValueError, match=f"{method!r} cannot be used for `GradientFlow`"):
+        ready.solve(gnlin.filters.GradientFlow(1.0))

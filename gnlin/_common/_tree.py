@@ -53,9 +53,6 @@ class Structure(NamedTuple):
     def nbytes(self) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
-    def zeros(self) -> PyTree[Array]:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.tree)
-
     def unravel(self, flat: Array) -> PyTree[Array]:
         """Invert `ravel_pytree`."""
         ends = np.cumsum([leaf.size for leaf in self.leaves])[:-1]
@@ -172,13 +169,6 @@ def joined(tree: PyTree[Array]) -> list[Array]:
         else:
             large.append(leaf)
     return [jnp.concatenate(some) for some in small.values()] + large
-
-
-def parted(arrays: list[Array], like: PyTree[Array]) -> PyTree[Array]:
-    """Invert `joined` for a tree whose leaves have the shapes and dtypes of `like`."""
-    # The inverse of a permutation is its transpose.
-    (tree,) = jax.linear_transpose(joined, like)(arrays)
-    return tree
 
 
 def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:

@@ -126,9 +126,10 @@ class AbstractSubproblem(eqx.Module):
         numerical range, or infinity if computing it would require a solution."""
         return jnp.full_like(self.gradient_norm, jnp.inf)
 
-    @abc.abstractmethod
     def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":
-        """Return the subproblem of another residual; it shares the setup of this one."""
+        """Return the subproblem of another residual; it shares the setup of this one.
+        Only geodesic acceleration needs it."""
+        raise NotImplementedError
 
 
 class AbstractWrapper(AbstractSubproblem):
@@ -160,7 +161,8 @@ class AbstractWay(AbstractSubproblem):
     - `method`: its name, as users pass it.
     - `problem`: a [`gnlin.authoring.Quadratic`][] or a `ProxLinear`.
     - `stops_early`: whether `truncated` makes a solution cheaper.
-    - `solves_anew`: whether each further residual costs as much as the first.
+    - `solves_anew`: whether geodesic acceleration is left out by default, because each
+        further residual costs as much as the first.
     """
 
     method: ClassVar[str]
@@ -188,6 +190,12 @@ class AbstractWay(AbstractSubproblem):
 
     def gradient(self) -> PyTree[Array]:
         return self.problem.gradient()
+
+    def damping_of(self, filter: Filter) -> ScalarLike:
+        """Return the damping of a `Tikhonov` filter; raise for any other filter."""
+        if not isinstance(filter, Tikhonov):
+            raise does_not_serve(self.method, filter)
+        return filter.damping
 
 
 class AbstractWithGradient(AbstractWay):
@@ -231,7 +239,7 @@ _SPARSE_STEP = 2e-3
 
 
 class Early(Tikhonov):
-    """A nonzero damping for which conjugate gradients may stop early.
+    """Tikhonov with a damping that is known to be positive.
 
     - `worth`, `times`: an exact solution is preferred if it takes less than `worth`
         seconds, or less than `times` the seconds of conjugate gradients that stop early.

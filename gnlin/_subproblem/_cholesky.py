@@ -19,20 +19,12 @@ from .._common._tree import matmul, ravel_pytree
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import Tikhonov
-from ._base import AbstractWay, Answer, does_not_serve, price_of_squaring
+from ._base import AbstractWay, Answer, price_of_squaring
 
 
 # A Jacobian of up to this many bytes is put in memory, for the gradient of `OnParameters`
 # too; the curvature of a larger one is summed over parts.
 _SMALL_JACOBIAN = 2**20
-
-
-def damping_of(filter: Filter) -> ScalarLike:
-    """Return the damping of a `Tikhonov` filter; raise for any other filter."""
-    if not isinstance(filter, Tikhonov):
-        raise does_not_serve("cholesky", filter)
-    return filter.damping
 
 
 class Factorised(eqx.Module):
@@ -116,7 +108,7 @@ class AbstractByCholesky(AbstractWay):
 
     def _made(self, filter: Filter) -> Factorised:
         wide = self.matrix.astype(_tree.dtype((self.matrix, self.vectors())))
-        return Factorised.of(wide, damping_of(filter))
+        return Factorised.of(wide, self.damping_of(filter))
 
 
 class OnOutputs(AbstractByCholesky):
@@ -159,7 +151,7 @@ class OnOutputs(AbstractByCholesky):
         return self.problem.residual
 
     def solve(self, filter: Filter) -> Answer:
-        damping = damping_of(filter)
+        damping = self.damping_of(filter)
         factor = self.factor_for(filter)
 
         def solve(vector):

@@ -1,4 +1,8 @@
-"""The choice of the cheapest way to solve a linearised problem."""
+"""The choice of the cheapest way to solve a linearised problem.
+
+A *way* is a class that solves a linearised problem by one method; `choose` picks the
+cheapest.
+"""
 
 import math
 from typing import Any, get_args, Literal

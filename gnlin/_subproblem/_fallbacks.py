@@ -26,7 +26,7 @@ from ._base import (
     price_of_squaring,
     vanishes,
 )
-from ._cholesky import damping_of, OnOutputs, OnParameters
+from ._cholesky import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
 from ._sparse import has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
@@ -135,7 +135,7 @@ class ProductsFirst(AbstractFirst):
         return cls(MatrixFree(problem), directly, _most_tried(cost))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
-        damping, tolerance = damping_of(filter), self.inner.tolerance
+        damping, tolerance = self.damping_of(filter), self.inner.tolerance
         tolerance = self.inner.exactly() if tolerance is None else tolerance
         is_damped = isinstance(filter, Early)
         return self.inner.attempt(tolerance, damping, self.most, is_damped=is_damped)

@@ -15,7 +15,6 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractWithGradient, Answer
-from ._cholesky import damping_of
 
 
 # Solvers of square systems, which are given the normal equations.
@@ -55,10 +54,10 @@ class ByLineax(AbstractWithGradient):
         jacobian, minus_r = self.problem.jacobian, _tree.scale(-1, self.problem.residual)
         if isinstance(filter, PseudoInverse):
             return self._solved(jacobian, minus_r)
-        root = jnp.sqrt(jnp.asarray(damping_of(filter), self.gradient_norm.dtype))
+        root = jnp.sqrt(jnp.asarray(self.damping_of(filter), self.gradient_norm.dtype))
         below = self.problem.rest
         if below is None:
-            below = jax.tree.map(jnp.zeros_like, jacobian.domain.tree)
+            below = _tree.zeros_like(jacobian.domain.tree)
         else:
             below = _tree.scale(-1 / root, below)
         return self._solved(_Damped(jacobian, root), (minus_r, below))

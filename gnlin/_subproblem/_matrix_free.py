@@ -19,15 +19,7 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow
 from ..preconditioners import AbstractPreconditioner, BlockDiagonal
-from ._base import (
-    AbstractWithGradient,
-    Answer,
-    Descent,
-    Early,
-    num_steps_of,
-    undamped,
-    vanishes,
-)
+from ._base import Answer, Descent, Early, num_steps_of, undamped, vanishes
 from ._iteration import AbstractIteration
 from ._spaces import Linearised, Parameters
 
@@ -141,12 +133,6 @@ class MatrixFree(AbstractIteration):
         return eqx.tree_at(
             lambda s: s.towards, self, towards, is_leaf=lambda x: x is None
         )
-
-    def with_residual(self, residual: PyTree[Array]) -> AbstractWithGradient:
-        other = super().with_residual(residual)
-        if self.towards is None:
-            return other
-        return eqx.tree_at(lambda s: s.towards, other, None)
 
     def _reachable_gradient(self, damping: ScalarLike) -> PyTree[Array]:
         r"""Return the gradient, and without damping only its part in the range of

@@ -18,7 +18,7 @@ from .._linear_algebra._conjugate_gradients import conjugate_gradients, semidefi
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractWithGradient, Answer
-from ._cholesky import damping_of, Solved, through_outputs
+from ._cholesky import Solved, through_outputs
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -116,7 +116,7 @@ class Refined(AbstractWithGradient):
 
     def solve(self, filter: Filter) -> Answer:
         problem = self.problem
-        damping = jnp.asarray(damping_of(filter), _tree.dtype(problem.residual))
+        damping = jnp.asarray(self.damping_of(filter), _tree.dtype(problem.residual))
         products = problem.jacobian.a_product()
         pushed, passes = None, Passes()
         if problem.rest is not None:

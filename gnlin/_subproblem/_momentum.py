@@ -68,9 +68,6 @@ class WithMomentum(AbstractWrapper):
     def gradient(self) -> PyTree[Array]:
         return self._gradient
 
-    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
-        return self.inner.with_residual(residual)
-
     def solve(self, filter: Filter) -> Answer:
         answer = self.inner.solve(filter)
         step = _tree.axpy(1, answer.step, self.towards)

@@ -17,7 +17,7 @@ from .._linear_algebra import _nystrom
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractWithGradient, Answer
-from ._cholesky import damping_of, Solved, through_outputs
+from ._cholesky import Solved, through_outputs
 
 
 SINGULAR: optx.RESULTS = optx.RESULTS.singular  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class OfLowRank(AbstractWithGradient):
 
     def solve(self, filter: Filter) -> Answer:
         jacobian, u = self.problem.jacobian, self.vectors
-        damping = jnp.asarray(damping_of(filter), self.eigenvalues.dtype)
+        damping = jnp.asarray(self.damping_of(filter), self.eigenvalues.dtype)
         # Without damping, the directions that are left out have no solution.
         known = jnp.where(damping > 0, damping, 1)
         whether = optx.RESULTS.where(damping > 0, optx.RESULTS.successful, SINGULAR)

@@ -18,7 +18,7 @@ from .._jacobian import AbstractJacobian, Cost
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow
-from ._base import AbstractSubproblem, Answer, Descent, num_steps_of, undamped, vanishes
+from ._base import Answer, Descent, num_steps_of, undamped, vanishes
 from ._descent import at_rest, descend, Descended
 from ._flow import flow
 from ._iteration import AbstractIteration
@@ -66,12 +66,6 @@ class OnSpace(AbstractIteration):
         pushed = problem.jacobian.mv(self._gradient)
         curved = problem.objective.curvature(problem.outputs)(pushed)
         return _tree.dot(pushed, curved).astype(dtype) / self.gradient_norm**2
-
-    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
-        raise ValueError(
-            '`form="prox-linear"` has no geodesic acceleration: pass '
-            "`acceleration=False`."
-        )
 
     def exactly(self) -> float:
         """Return the relative gradient at which a solution counts as exact."""

@@ -20,7 +20,7 @@ from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
 from ._base import AbstractWithGradient, Answer, price_of_squaring
-from ._cholesky import damping_of, solve_damped
+from ._cholesky import solve_damped
 from ._sparse import parts_of
 
 
@@ -143,7 +143,7 @@ class SchurComplement(AbstractWithGradient):
         return self.curvature.largest()
 
     def solve(self, filter: Filter) -> Answer:
-        damping, curvature = damping_of(filter), self.curvature
+        damping, curvature = self.damping_of(filter), self.curvature
         domain = self.problem.jacobian.domain
         leaves = [x.astype(domain.dtype) for x in jax.tree.leaves(self._gradient)]
         g_2 = leaves.pop(self.array).reshape(curvature.eliminated.shape[:2])

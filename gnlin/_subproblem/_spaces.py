@@ -102,7 +102,7 @@ class Parameters(AbstractSpace):
         return self.jacobian.a_product()
 
     def zero(self) -> PyTree[Array]:
-        return self.jacobian.domain.zeros()
+        return _tree.zeros_like(self.jacobian.domain.tree)
 
     def push(self, z: PyTree[Array]) -> PyTree[Array]:
         return self.jacobian.mv(z)

@@ -21,7 +21,6 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ._base import AbstractWithGradient, Answer, price_of_squaring
-from ._cholesky import damping_of
 
 
 # Least seconds for an entry of the system, as in graphs that are nearly chains.
@@ -87,7 +86,7 @@ class SparseLU(AbstractWithGradient):
         domain, rest = self.problem.jacobian.domain, self.problem.rest
         rest = jnp.zeros(domain.size, domain.dtype) if rest is None else rest
         above, below = -self.problem.flat_residual(), ravel_pytree(rest)[0]
-        step = self.entries.solved(damping_of(filter), above, below)
+        step = self.entries.solved(self.damping_of(filter), above, below)
         return Answer(domain.unravel(step.astype(domain.dtype)))
 
 

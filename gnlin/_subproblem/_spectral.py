@@ -1,7 +1,8 @@
 """Eigen- and singular value decompositions, which serve for any number of filters."""
 
 import math
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linear_algebra._derivatives import with_derivative_of
+from .._linearisation import _spectrum
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import evaluated, Filter, Spectrum, spectrum_of
+from .._linearisation._spectrum import evaluated, Filter, Spectrum
 from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractWay, Answer, price_of_squaring
 
@@ -56,8 +58,8 @@ class Spectral(AbstractWay):
         return isinstance(problem, Quadratic)
 
     @classmethod
-    def _made(cls, problem: Quadratic, method: Literal["svd", "eigh"], passes: Passes):
-        spectrum = spectrum_of(problem.jacobian, problem.residual, method)
+    def _made(cls, problem: Quadratic, decompose: Callable, passes: Passes):
+        spectrum = decompose(problem.jacobian, problem.flat_residual())
         return cls(problem, spectrum, passes)
 
     def gradient(self) -> PyTree[Array]:
@@ -184,7 +186,7 @@ class SingularValues(Spectral):
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SingularValues":
-        return cls._made(problem.at_hand(), "svd", cost.rows)
+        return cls._made(problem.at_hand(), _spectrum.from_svd, cost.rows)
 
 
 class Eigenvalues(Spectral):
@@ -207,5 +209,5 @@ class Eigenvalues(Spectral):
     def of(cls, problem: Quadratic, cost: Cost) -> "Eigenvalues":
         m, p = cost.shape
         if m > p and cost.rows_fit:
-            return cls._made(problem.at_hand(), "eigh", cost.rows)
-        return cls._made(problem.at_hand_if_it_fits(), "eigh", cost.gram)
+            return cls._made(problem.at_hand(), _spectrum.from_curvature, cost.rows)
+        return cls._made(problem.at_hand_if_it_fits(), _spectrum.from_kernel, cost.gram)

@@ -1,7 +1,7 @@
 """What a rule for the damping is, and what it is told of a trial."""
 
 import abc
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -42,14 +42,11 @@ class Trial(eqx.Module):
     on_detour: Bool[Array, ""]
 
 
-_State = TypeVar("_State")
-
-
 # The smallest ratio of an accepted step, as in MINPACK.
 _SUFFICIENT = 1e-4
 
 
-class AbstractDamping(eqx.Module, Generic[_State]):
+class AbstractDamping(eqx.Module):
     r"""A rule that chooses the damping of each trial.
 
     A subclass keeps a state, which is any pytree, and defines `init`, `damping` and
@@ -70,32 +67,32 @@ class AbstractDamping(eqx.Module, Generic[_State]):
         return _tree.in_words(self)
 
     @abc.abstractmethod
-    def init(self, dtype: jnp.dtype) -> _State:
+    def init(self, dtype: jnp.dtype) -> PyTree:
         """Return the state before the first trial of a run."""
 
-    def begin(self, state: _State, subproblem: AbstractSubproblem) -> _State:
+    def begin(self, state: PyTree, subproblem: AbstractSubproblem) -> PyTree:
         """Return the state before the first trial at a linearisation."""
         return state
 
     @abc.abstractmethod
     def damping(
-        self, state: _State, subproblem: AbstractSubproblem, y: PyTree[Array]
+        self, state: PyTree, subproblem: AbstractSubproblem, y: PyTree[Array]
     ) -> Scalar:
         r"""Return the next $\lambda$ to try at the point `y`."""
 
     @abc.abstractmethod
-    def after(self, state: _State, trial: Trial) -> _State:
+    def after(self, state: PyTree, trial: Trial) -> PyTree:
         """Return the state after a trial."""
 
-    def accepts(self, state: _State, trial: Trial) -> Bool[Array, ""]:
+    def accepts(self, state: PyTree, trial: Trial) -> Bool[Array, ""]:
         """Whether a trial's step is good enough, with the `state` before the trial."""
         return trial.ratio > _SUFFICIENT
 
-    def goes_on(self, state: _State, trial: Trial) -> Bool[Array, ""]:
+    def goes_on(self, state: PyTree, trial: Trial) -> Bool[Array, ""]:
         """Whether to try another damping here, with the `state` after the trial."""
         return ~trial.accepted
 
-    def is_detour(self, state: _State) -> Bool[Array, ""]:
+    def is_detour(self, state: PyTree) -> Bool[Array, ""]:
         """Whether the next trial, if it is accepted, is the start of a detour. The next
         linearisation is then at its point, and the step taken so far is kept. If some
         trial there lowers the loss of that step as well as it has to, it is the next
@@ -107,15 +104,12 @@ class Kept(eqx.Module):
     damping: Float[Array, ""]  # to try next; negative before the first trial
 
 
-KeptState = TypeVar("KeptState", bound=Kept)
-
-
-class AbstractFromFirst(AbstractDamping[KeptState]):
+class AbstractFromFirst(AbstractDamping):
     """A rule whose state holds the next damping."""
 
     initial: AbstractVar[ScalarLike]
 
-    def begin(self, state: KeptState, subproblem: AbstractSubproblem) -> KeptState:
+    def begin(self, state: Kept, subproblem: AbstractSubproblem) -> Kept:
         damping = state.damping
         curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
         safe = jnp.where(positive(curvature), curvature, 1)

@@ -68,7 +68,7 @@ class _Edge(Kept):
     leaves: Bool[Array, ""]  # whether the next trial is the start of a detour
 
 
-class LongestStep(AbstractFromFirst[_Edge]):
+class LongestStep(AbstractFromFirst):
     r"""The longest reliable step: the smallest damping at which the loss still falls by
     $\rho$ times the predicted decrease. It is searched for at each linearisation.
 

@@ -20,7 +20,7 @@ _LESS = 1 / 3
 _EXACT, _MUCH_LESS = 0.98, 1 / 10
 
 
-class Nielsen(AbstractFromFirst[_Changing]):
+class Nielsen(AbstractFromFirst):
     r"""A damping that falls by a factor of up to 3 after a good step, and rises by
     factors of 2, 4, 8 and so on after failing steps.
 

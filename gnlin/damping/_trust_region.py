@@ -22,7 +22,7 @@ class _Region(eqx.Module):
     damping: Float[Array, ""]  # of the last trial
 
 
-class TrustRegion(AbstractDamping[_Region]):
+class TrustRegion(AbstractDamping):
     r"""A trust region: the step is the best one with $\lVert D\delta\rVert \le \Delta$.
     The damping is found such that the step's length is the radius $\Delta$ within a
     tenth, unless the undamped step is shorter. The next radius is twice the length of a
