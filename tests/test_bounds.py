@@ -120,6 +120,33 @@ def test_few_steps_where_many_bounds_are_active():
         assert solution.stats["num_feature_updates"] <= 5
 
 
+@pytest.mark.parametrize("name", ["gauss-newton", "damped"])
+def test_ill_conditioned_problems_where_half_of_the_bounds_are_active(name):
+    """Against SciPy. Steps that hold all violated parameters at once would cycle here,
+    and a path that misses a bound by rounding would end as NaN."""
+    m, p, rng = 40, 20, np.random.default_rng(0)
+    values = np.logspace(0, -3, p)
+
+    @jax.jit
+    def run(args, bounds):
+        solver = SOLVERS[name](bounds=bounds)
+        start = 0.5 * (bounds[0] + bounds[1])
+        return optx.least_squares(linear, solver, start, args, max_steps=50, throw=False)
+
+    for _ in range(8):
+        u, _ = np.linalg.qr(rng.normal(size=(m, p)))
+        v, _ = np.linalg.qr(rng.normal(size=(p, p)))
+        a = np.sqrt(m) * (u * values) @ v.T
+        b = a @ rng.normal(size=p) + 0.1 * rng.normal(size=m)
+        bounds = -rng.uniform(0, 1, p), rng.uniform(0, 1, p)
+        ours = run((a, b), bounds)
+        theirs = scipy.optimize.lsq_linear(a, b, bounds, "bvls", tol=1e-14)
+        assert np.sum(theirs.active_mask != 0) > 5
+        assert ours.result == optx.RESULTS.successful
+        assert ours.stats["num_steps"] < 30
+        np.testing.assert_allclose(ours.value, theirs.x, atol=1e-7)
+
+
 def rosenbrock(y, args):
     return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
 

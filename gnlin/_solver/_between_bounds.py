@@ -67,7 +67,8 @@ def between_bounds(
 
     def next_face(path: _Path) -> _Path:
         ahead = jax.tree.map(jnp.subtract, path.target, path.step)
-        y, at_bound = box.followed(_tree.axpy(1, path.step, point), ahead)
+        # A sum of point and step may miss a bound by rounding; `moved` does not.
+        y, at_bound = box.followed(box.moved(point, path.step), ahead)
         return solved_again(jax.tree.map(jnp.subtract, y, point), at_bound, path)
 
     def solved_again(step: PyTree, at_bound: PyTree, path: _Path) -> _Path:
