@@ -48,7 +48,8 @@ def between_bounds(
     linearised problem is then solved again for the other parameters and its step is
     followed, until a solution lies within the box. The linearised objective falls all
     along the path. If there are many parameters, all that the step takes across a bound
-    are held at once. Without `again`, the step is cut at the first bound, or each
+    are held at once, unless the step that is cut at the first bound lowers the objective
+    more; then many faces are followed, too. Without `again`, the step is cut at the first bound, or each
     parameter at its own, whichever lowers the linearised objective more. With `inverse`
     no further factorisation is needed: when a parameter is held, the others move along a
     column of the inverse.
@@ -96,15 +97,21 @@ def between_bounds(
     def bent():
         if inverse is not None:
             return _walked(box, point, step, inverse())
-        are_many = _tree.size(point) > _MOST_FACES
-        if again is not None and not are_many:
-            path = followed(next_face, _MOST_FACES)
-            unsolved = box.is_left(point, path.target)
-            return _tree.where(unsolved, path.step, path.target)
+        if again is not None and _tree.size(point) <= _MOST_FACES:
+            return from_face_to_face()
         target = step if again is None else followed(with_all_held, _MOST_ROUNDS).target
         ends = box.followed(point, step)[0], lin.moved(target)
         one, other = (jax.tree.map(jnp.subtract, y, point) for y in ends)
-        return _tree.where(predicted(one) >= predicted(other), one, other)
+        jams = predicted(one) >= predicted(other)
+        if again is None:
+            return _tree.where(jams, one, other)
+        # Many held at once may include some that the others, once held, would free.
+        return jax.lax.cond(jams, from_face_to_face, lambda: other)
+
+    def from_face_to_face():
+        path = followed(next_face, _MOST_FACES)
+        unsolved = box.is_left(point, path.target)
+        return _tree.where(unsolved, path.step, path.target)
 
     step = jax.lax.cond(box.is_left(point, step), bent, lambda: step)
     return step, predicted(step)
