@@ -49,10 +49,10 @@ def between_bounds(
     followed, until a solution lies within the box. The linearised objective falls all
     along the path. If there are many parameters, all that the step takes across a bound
     are held at once, unless the step that is cut at the first bound lowers the objective
-    more; then many faces are followed, too. Without `again`, the step is cut at the first bound, or each
-    parameter at its own, whichever lowers the linearised objective more. With `inverse`
-    no further factorisation is needed: when a parameter is held, the others move along a
-    column of the inverse.
+    more; then many faces are followed, too. Without `again`, the step is cut at the first
+    bound, or each parameter at its own, whichever lowers the linearised objective more.
+    With `inverse` no further factorisation is needed: when a parameter is held, the
+    others move along a column of the inverse.
 
     ??? cite "Reference"
 
