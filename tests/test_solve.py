@@ -406,6 +406,9 @@ def test_a_solution_in_one_line():
         "Solution(MLP, nonlinear_max_steps_reached, 'all 3 steps were made', loss "
         f"{solution.history.loss[0]:.4g} -> {solution.loss:.4g})"
     )
+    short = gnlin.solve(network(), (X, T), max_steps=3, history=False)
+    assert f"loss {short.loss:.4g})" in repr(short)
+    assert repr(short.history) == "History(not kept)"
     batches = gnlin.fit(network(), (X, T), batch_size=2, steps=3, progress=False)
     first, *_, last = batches.history.loss
     assert f"batch losses {first:.4g} -> {last:.4g}" in repr(batches)

@@ -40,15 +40,13 @@ def after_full_batch(
     )
 
 
-def not_fitted(row: Mapping[str, np.ndarray]) -> str:
+def not_fitted(rows: Mapping[str, np.ndarray]) -> str:
     """Return a sentence that names the first group whose loss is the same, to the last
-    digit, in all rows of a history whose whole loss changes; or "".
-
-    - `row`: the columns of the history.
-    """
-    for column, losses in row.items():
-        still = column.startswith("loss/") and np.ptp(losses) == 0 and losses[0] != 0
-        if still and np.ptp(row["loss"]) > 0:
+    digit, in all rows of a history while the whole loss changes; or ""."""
+    changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0
+    for column, losses in rows.items():
+        is_of_group = column.startswith("loss/") and np.any(losses)
+        if is_of_group and changes(rows["loss"]) and not changes(losses):
             name = column.removeprefix("loss/")
             return (
                 f"`gnlin.solve` has not changed the loss of the group {name!r}: its "

@@ -97,6 +97,8 @@ class History(eqx.Module, Mapping[str, Any]):
         return len(self._names)
 
     def __repr__(self) -> str:
+        if not self._names:
+            return "History(not kept)"
         num_rows = " x ".join(map(str, np.shape(self["step"])))
         return f"History({num_rows} steps: {', '.join(self._names)})"
 
@@ -171,7 +173,8 @@ class Solution(eqx.Module, Generic[Model]):
         name, history = type(self.model).__name__, self.history
         if not self.reason:
             return f"Solution({name}, {history!r})"
-        losses = [*history.loss[:1], *history.loss[-1:]]
+        each = history.loss if "loss" in history.columns else ()
+        losses = [*each[:1], *each[-1:]]
         if self.loss is not None:
             losses[1:] = [self.loss]
         from_to = " -> ".join(f"{float(loss):.4g}" for loss in losses)
