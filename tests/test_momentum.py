@@ -113,3 +113,19 @@ def test_a_grid_without_a_decrease():
 def test_mistakes(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("method", ["curvature", "matrix-free"])
+def test_the_curvature_along_the_gradient(method):
+    y, args = sines_data((7, 3))
+    r, jacobian = sines_numpy(y, args)
+    lin = gnlin.linearise(sines, *as_jax((y, args)))
+    problem = gnlin._linearisation._objective.SumOfSquares().expand(lin)
+    kind, towards = gnlin.filters.Tikhonov(0.5), jnp.ones(3)
+    way = gnlin._subproblem.way_of(problem, kind, 1, method)
+    ready = lambda problem: gnlin._subproblem.choose(problem, kind, 1, method)
+    found = gnlin._subproblem.pulled(problem, towards, way, ready)
+    g = jacobian.T @ r
+    np.testing.assert_allclose(
+        found.curvature_along_gradient(), np.sum((jacobian @ g) ** 2) / (g @ g)
+    )

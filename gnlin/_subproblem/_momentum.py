@@ -68,6 +68,9 @@ class WithMomentum(AbstractWrapper):
     def gradient(self) -> PyTree[Array]:
         return self._gradient
 
+    def curvature_along_gradient(self) -> Scalar:
+        return self.problem.curvature_along(self._gradient)
+
     def solve(self, filter: Filter) -> Answer:
         answer = self.inner.solve(filter)
         step = _tree.axpy(1, answer.step, self.towards)
