@@ -940,3 +940,10 @@ def test_negative_losses_that_rise():
     ascent = optax.sgd(-0.1)
     with pytest.warns(UserWarning, match="the loss rose from -1"):
         gnlin.fit(model, (x, x), ascent, loss=Shifted(), steps=30, divergence=None)
+
+
+def test_an_optimiser_of_optax_has_no_columns_of_a_linearisation():
+    given = {"batch_size": 4, "steps": 2, "validation": (X, T), "progress": False}
+    plain = gnlin.fit(network(), (X, T), optax.sgd(0.01), **given)
+    assert "validation_loss" in plain.history.columns
+    assert not any(name.endswith("_linearised") for name in plain.history.columns)
