@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 
 from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary, TABLES
 from ._options import MOST_SEEDS, MOST_STEPS, Options, Refusal
-from ._results import alone_in, claim_folder, read_settings, versions
+from ._results import alone_in, claim_folder, KEPT, read_settings, versions
 
 
 DEFAULT = "k-vs-lambda"
-KEPT = Path(__file__).parent / "results"
 COMMANDS = {
     "all": "Run all experiments one after another, and then write the report.",
     "report": "Write one page of the experiments' results, as HTML and Markdown.",

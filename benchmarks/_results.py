@@ -24,6 +24,8 @@ try:
 except ImportError:  # on Windows, where the folder is not locked
     fcntl = None
 
+KEPT = Path(__file__).parent / "results"
+"""The results in the repository."""
 PACKAGES = (
     "jax",
     "jaxlib",

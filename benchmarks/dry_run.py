@@ -12,7 +12,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -29,7 +28,6 @@ _LONG_ENOUGH = 0.2
 """A measurement takes at least this many seconds more than two of the shortest runs."""
 _SHOWN = 5
 """The number of points that are listed."""
-_KEPT = Path(__file__).parent / "results"
 
 
 class Tally(NamedTuple):
@@ -215,7 +213,7 @@ def _print_plans(
 
 def _kept(name: str) -> str:
     """Say how long the runs in the repository took."""
-    settings = _results.read_settings(_KEPT / name)
+    settings = _results.read_settings(_results.KEPT / name)
     said = "This experiment cannot be measured, because its steps differ in cost."
     if settings is not None and settings.get("run_seconds"):
         said += (

@@ -348,6 +348,10 @@ def test_files_that_are_not_kernels(tmp_path):
         (tmp_path / "cut.npy.json").write_text(record)
         with pytest.raises(ValueError, match="damaged"):
             kernel(x, file=tmp_path / "cut")
+    (tmp_path / "cut.npy").rename(tmp_path / "cut.npy.part")
+    with pytest.raises(ValueError, match=r"'cut\.npy\.part' or .* is damaged"):
+        kernel(x, file=tmp_path / "cut")
+    (tmp_path / "cut.npy.part").unlink()
     np.save(tmp_path / "cut.npy", np.ones((3, 3)))
     with pytest.raises(ValueError, match="damaged"):
         kernel(x, file=tmp_path / "cut")

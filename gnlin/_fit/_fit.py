@@ -20,8 +20,8 @@ from .._training._group_network import GroupNetwork
 from .._training._model import make_network, Network
 from .._training._prior import PARTS, Prior
 from .._training._residuals import as_groups, of_groups, refuse_for_groups
-from .._training._solution import Model, Solution
-from .._training._step import all_checked, begin, columns_of, StepSettings
+from .._training._solution import columns_of, Model, Solution
+from .._training._step import all_checked, begin, StepSettings
 from ..callbacks import Callback, Progress
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss

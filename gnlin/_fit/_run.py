@@ -217,10 +217,14 @@ class Run(AbstractRun):
             self.complaint = f"`gnlin.fit` stopped after step {self.step}. {error}"
 
     def _enough(self, now: _Now) -> bool:
+        return self._left(now.step, now.epoch) <= 0
+
+    def _left(self, step: int, epoch: int) -> int:
+        """Return the steps that are left, or the epochs if the steps are not known."""
         if self.num_steps is not None:
-            return now.step >= self.num_steps
+            return self.num_steps - step
         assert self._num_epochs is not None
-        return now.epoch >= self._num_epochs
+        return self._num_epochs - epoch
 
     def _train_epoch(self) -> bool:
         """Train on the rest of the epoch; return whether its end was reached.
@@ -373,9 +377,7 @@ class Run(AbstractRun):
 
     def has_passed(self, step: int, epoch: int) -> bool:
         """Whether this run would have ended before a step and an epoch."""
-        if self.num_steps is not None:
-            return step > self.num_steps
-        return self._num_epochs is not None and epoch > self._num_epochs
+        return self._left(step, epoch) < 0
 
     def restore(self, snapshot: Snapshot) -> None:
         """Resume from a snapshot; raise `Fault` if this run cannot have left it."""

@@ -45,16 +45,14 @@ def described_run(
     solver = eqx.tree_at(lambda solver: solver.verbose, setting.solver, False)
     setting = setting._replace(solver=solver, places=Places())
     program = Compiled(step, (setting,), *inputs).program(*inputs)
-    others = "key", "augment", "batch_size", "curvature_batch_size", "divergence"
+    others = "prior", "key", "augment", "batch_size", "curvature_batch_size", "divergence"
     shapes = jax.tree.map(np.shape, stream.example())
-    prior = setting.prior
     return {
         "data": f"{stream.identity()} with shapes {shapes}",
         **described_by_field("solver", setting.solver),
         **described_by_field("loss", setting.loss),
-        "prior": described(None if prior is None else prior.deviation),
-        "columns": ", ".join(columns),
         **{name: described(getattr(setting, name)) for name in others},
+        "columns": ", ".join(columns),
         **described_by_leaf("model", model),
         **described_by_leaf("state", state),
         "step": f"{program} in jax {jax.__version__}",

@@ -92,12 +92,12 @@ def _is_a_row(fn: Any, x: Array) -> bool:
             "`retraction` moves rows of arrays, but a parameter is a scalar: pass `None` "
             "for it."
         )
-    row = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     if _only_adds(fn, jax.ShapeDtypeStruct(x.shape, x.dtype)):
         raise ValueError(
             "`retraction` only adds the step to the row, as `jaxlie.manifold.rplus` does "
             "to plain arrays: make the rotation of the row inside it, or leave it out."
         )
+    row = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     if x.ndim == 1:
         with contextlib.suppress(Exception):  # `fn` may need the whole array
             if _returned(fn, row) == row.shape:

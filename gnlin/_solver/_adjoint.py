@@ -35,7 +35,6 @@ class _LeastNorm(lx.AbstractLinearSolver[_Inverse]):
         rounding = len(w) * jnp.finfo(w.dtype).eps * jnp.max(w, initial=0)
         inverse = _tree.matmul(vt.T * _inverse(jnp.where(w > rounding, w, 0))[None], u.T)
         inverse = of_columns[:, None] * inverse * of_rows[None]
-        inverse = jnp.where(jnp.all(jnp.isfinite(matrix)), inverse, jnp.nan)
         shapes = operator.out_structure(), operator.in_structure()
         return _Inverse(inverse, *map(_tree.Structure.of, shapes))
 

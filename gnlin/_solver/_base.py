@@ -31,7 +31,7 @@ from ._termination import Ended, verdict
 from ._verbose import print_row
 
 
-def _plain(flag: Any) -> Any:
+def _as_bool(flag: Any) -> Any:
     """Convert a boolean of NumPy, which would be traced as an array."""
     return bool(flag) if isinstance(flag, np.bool_) else flag
 
@@ -99,7 +99,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     bounds: Any = eqx.field(default=None, kw_only=True)
     retraction: Any = eqx.field(default=None, kw_only=True)
     verbose: bool | Callable[..., None] = eqx.field(
-        default=False, converter=_plain, kw_only=True
+        default=False, converter=_as_bool, kw_only=True
     )
 
     def __check_init__(self):

@@ -124,5 +124,4 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         update = super().update(objective, lin, evaluate, memory, num_steps)
         if self.momentum is None:
             return update
-        step = step_taken(update, lin)
-        return eqx.tree_at(lambda u: u.memory.last, update, step)
+        return eqx.tree_at(lambda u: u.memory.last, update, step_taken(update, lin))

@@ -18,7 +18,7 @@ from ..damping import AbstractDamping
 from ..filters import Tikhonov
 from ._scaling import Measured
 from ._state import Evaluate, Update
-from ._stepping import take_step
+from ._stepping import step_taken, take_step
 
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ def step_on_a_batch(
         damping=damping,
         again=again,
     )
-    step = jax.tree.map(jnp.subtract, update.y, lin.point)
-    return eqx.tree_at(lambda u: u.memory.step, update, step)
+    return eqx.tree_at(lambda u: u.memory.step, update, step_taken(update, lin))
 
 
 def _pulled(

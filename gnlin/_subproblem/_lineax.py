@@ -90,10 +90,8 @@ class _Damped(lx.AbstractLinearOperator):
 
     def as_matrix(self) -> Float[Array, "m_plus_p p"]:
         matrix = self.jacobian.as_matrix()
-        root = self.root.astype(matrix.dtype)
-        return jnp.concatenate(
-            [matrix, root * jnp.eye(len(matrix.T), dtype=matrix.dtype)]
-        )
+        identity = jnp.eye(matrix.shape[1], dtype=matrix.dtype)
+        return jnp.concatenate([matrix, self.root.astype(matrix.dtype) * identity])
 
     def transpose(self) -> lx.AbstractLinearOperator:
         def rmv(vectors):

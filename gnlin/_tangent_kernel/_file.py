@@ -102,7 +102,7 @@ class KernelFile(NamedTuple):
             record = found["identity"], tuple(found["tile"]), found["num_done"]
             array = np.load(path, mmap_mode="r")
         except (EOFError, KeyError, OSError, TypeError, ValueError) as error:
-            raise self._damaged() from error
+            raise self._damaged(path) from error
         identity, tile, num_done = record
         for what, ours in self.identity.items():
             if identity.get(what) != ours:
@@ -111,13 +111,13 @@ class KernelFile(NamedTuple):
                     f"pass another name, or delete it and {self._record.name!r}."
                 )
         if (array.shape, array.dtype) != (self.shape, self.dtype):
-            raise self._damaged()
+            raise self._damaged(path)
         return tile, num_done
 
-    def _damaged(self) -> ValueError:
+    def _damaged(self, path: Path) -> ValueError:
         return ValueError(
-            f"`file` is {str(self.path)!r}, but it or {self._record.name!r} is damaged: "
-            "delete both."
+            f"`file` is {str(self.path)!r}, but {path.name!r} or "
+            f"{self._record.name!r} is damaged: delete both."
         )
 
     def put(self, parts: Iterable[tuple[Place, np.ndarray]], tile: Size, num_done: int):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ._solution import NO_GRADIENT
+from ._solution import losses_by_group, NO_GRADIENT
 
 
 # A run of fewer steps is not judged, unless it has converged.
@@ -44,10 +44,8 @@ def not_fitted(rows: Mapping[str, np.ndarray]) -> str:
     """Return a sentence that names the first group whose loss is the same, to the last
     digit, in all rows of a history while the whole loss changes; or ""."""
     changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0
-    for column, losses in rows.items():
-        is_of_group = column.startswith("loss/") and np.any(losses)
-        if is_of_group and changes(rows["loss"]) and not changes(losses):
-            name = column.removeprefix("loss/")
+    for name, losses in losses_by_group(rows).items():
+        if np.any(losses) and changes(rows["loss"]) and not changes(losses):
             return (
                 f"`gnlin.solve` has not changed the loss of the group {name!r}: its "
                 "residuals may not depend on the parameters that are trained, as second "

@@ -14,7 +14,8 @@ from .._common._checks import forwards_only, is_traced
 from .._common._progress import Bar
 from .._common._quickly import quickly
 from .._common._sharding import everywhere, keep
-from ._step import advanced, begin, Carry, checked_outputs, columns_of, StepSettings
+from ._solution import columns_of
+from ._step import advanced, begin, Carry, checked_outputs, StepSettings
 
 
 # Rows of the history that are allocated at a time.

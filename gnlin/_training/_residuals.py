@@ -44,7 +44,8 @@ class Residuals(AbstractRecognised):
 
     - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
         arrays. It may differentiate the model with respect to its input.
-    - `data`: the examples, a pytree of arrays with a leading axis over examples. In
+    - `data`: the examples, a pytree of arrays with a leading axis over examples. They get
+        at least the parameters' precision, which derivatives by them have. In
         [`gnlin.fit`][], it may be a function `points(key)` that draws such arrays for
         each step. Without data, `fn` returns all residuals at once: it is called as
         `fn(y, args)` with optimistix's `args`, or with `args=None` elsewhere, where it is

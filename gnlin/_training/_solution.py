@@ -1,7 +1,7 @@
 """The result of a run: the model, how the run ended, and a table of its steps."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -28,6 +28,7 @@ COLUMNS = (
 
 COUNTS = ("step", "epoch", "num_feature_updates")
 """The columns that hold integers."""
+_OF_GROUP = "loss/"
 
 
 class History(eqx.Module, Mapping[str, Any]):
@@ -133,6 +134,20 @@ class History(eqx.Module, Mapping[str, Any]):
         return {name: np.asarray(column) for name, column in self.items()}
 
 
+def columns_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of the history's columns for the losses of groups."""
+    return {name: f"{_OF_GROUP}{name}" for name in names}
+
+
+def losses_by_group(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the losses of groups among the columns of a history, or of a row of it."""
+    return {
+        column.removeprefix(_OF_GROUP): losses
+        for column, losses in columns.items()
+        if column.startswith(_OF_GROUP)
+    }
+
+
 class Solution(eqx.Module, Generic[Model]):
     r"""The result of [`gnlin.solve`][] and [`gnlin.fit`][].
 
@@ -173,7 +188,7 @@ class Solution(eqx.Module, Generic[Model]):
         name, history = type(self.model).__name__, self.history
         if not self.reason:
             return f"Solution({name}, {history!r})"
-        each = history.loss if "loss" in history.columns else ()
+        each = history.get("loss", ())  # empty with `history=False`
         losses = [*each[:1], *each[-1:]]
         if self.loss is not None:
             losses[1:] = [self.loss]

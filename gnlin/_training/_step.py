@@ -33,6 +33,7 @@ from ..losses import AbstractLoss
 from ._group_network import GroupNetwork
 from ._model import Network
 from ._prior import Prior
+from ._solution import columns_of, losses_by_group
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]
@@ -220,17 +221,11 @@ def advanced(
     return Carry(y, state, model_state, watch), row, moved
 
 
-def columns_of(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the names of the history's columns for the parts of an objective."""
-    return {name: f"loss/{name}" for name in names}
-
-
 def group_not_finite(row: Mapping[str, float]) -> str:
     """Return a sentence that names the first group whose loss is not finite in a row of
     the history, or ""."""
-    for column, loss in row.items():
-        if column.startswith("loss/") and not np.isfinite(loss):
-            name = column.removeprefix("loss/")
+    for name, loss in losses_by_group(row).items():
+        if not np.isfinite(loss):
             return f"The loss of the group {name!r} is not finite."
     return ""
 

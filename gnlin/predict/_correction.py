@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree, Scalar
 
 from .._common import _tree
@@ -124,7 +123,8 @@ def correction(
     step, remaining, loss = _step(*given)
     check_finite((step, remaining))
     if solution is not None and solution.loss is not None and not is_traced(loss):
-        first = np.max(dict(solution.history).get("loss", ())[:1], initial=0)
+        losses = solution.history.get("loss", ())
+        first = losses[0] if len(losses) else 0.0
         if loss > _OF_START * first and loss > _JUMPS * solution.loss:
             warnings.warn(
                 f"The loss is {float(loss):.2g} at these points, and "
