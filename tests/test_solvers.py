@@ -227,6 +227,18 @@ def test_a_start_with_residuals_of_exactly_zero_ends_with_success(solver):
     np.testing.assert_array_equal(exactly.value, np.zeros(3))
 
 
+@two_solvers
+def test_squares_that_underflow_are_no_success(solver):
+    """In single precision the square of 1e-25 is zero, and so is every loss."""
+    y, args = jax.tree.map(lambda x: x.astype(np.float32), sines_data((7, 3)))
+
+    def tiny(y, args):
+        return np.float32(1e-25) * sines(y, args)
+
+    solution = least_squares(tiny, solver, *as_jax((y, args)), max_steps=100)
+    assert not result_is(solution, "successful")
+
+
 @every_solver
 def test_a_vanishing_gradient_ends_with_success(solver):
     """The residual is constant: nothing can be gained, and nothing may divide by zero."""
