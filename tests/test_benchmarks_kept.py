@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 import shutil
 
 import pytest
@@ -54,6 +55,45 @@ def test_results_with_a_commit_have_a_table(name):
 def test_the_results_are_small():
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 8e6
+
+
+def quoted():
+    """The intervals of "What they say", each with the verdicts that may be its source."""
+    text = (PAGE / "benchmarks.md").read_text(encoding="utf-8")
+    verdicts = []
+    for paragraph in text.split("## What they say")[1].split("\n## ")[0].split("\n\n"):
+        names = [n for n in re.findall("`([a-z-]+)`", paragraph) if n in NAMES]
+        if names:  # Further paragraphs are on the same experiment.
+            files = [RESULTS / name / "verdicts.csv" for name in names]
+            tables = [f.read_text().splitlines() for f in files]
+            verdicts = [row for table in tables for row in csv.DictReader(table)]
+        # The brackets of "inputs in [-4, 4]" hold no interval.
+        for low, high in re.findall(
+            r"(?<!in )\[(-?[\d.,e]+),\s+(-?[\d.,e]+)\]", paragraph
+        ):
+            yield low.replace(",", ""), high.replace(",", ""), verdicts
+
+
+def test_quoted_intervals_are_those_of_the_verdicts():
+    """They may have other units or signs: percent, a factor for a logarithm."""
+
+    def is_rounded(value, text):
+        mantissa, _, exponent = text.partition("e")
+        decimals = len(mantissa.partition(".")[2]) - int(exponent or 0)
+        return abs(value - float(text)) <= 0.51 * 10.0**-decimals
+
+    units = [lambda x: x, lambda x: 100 * x, lambda x: 10**x]
+    found = list(quoted())
+    assert len(found) > 50
+    for low, high, verdicts in found:
+        ends = [(float(v["low"]), float(v["high"])) for v in verdicts]
+        ends = [pair for pair in ends if max(map(abs, pair)) < 100]
+        either = [pair for a, b in ends for pair in ((a, b), (-b, -a))]
+        assert any(
+            is_rounded(unit(a), low) and is_rounded(unit(b), high)
+            for a, b in either
+            for unit in units
+        ), f"[{low}, {high}]"
 
 
 def test_finished_results_replace_kept_ones(tmp_path, capsys):

@@ -49,7 +49,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
     - `rtol`, `atol`: the run has converged when an outer step changes each parameter `y`
         by less than `atol + rtol * |y|`, and the residuals, in `norm`, likewise. If the
-        norm of the first residuals is below 1, `atol` is multiplied by it.
+        norm of the first residuals, or of the targets, is below 1, `atol` is multiplied
+        by it.
     - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`: bounds `(lower, upper)` on the parameters, each a number, `None`, or a
