@@ -103,6 +103,7 @@ REACHED = {
         np.isclose(n["damping"], 1) and np.isclose(n["period"], 10**5)
     ),
     "docs/choosing.md": lambda n: 0 < n["largest_stable_learning_rate"] < 1,
+    "docs/default-solver.md": lambda n: n["solver"].damping.ratio == 0.075,
     "docs/endings.md": lambda n: n["solution"].result == optx.RESULTS.successful,
     "docs/scaling.md": lambda n: (
         n["solution"].loss < 0.1 * n["solution"].history.loss[0]
