@@ -51,6 +51,10 @@ def test_two_classes_by_one_probability():
     for right in (labels, labels[:, None], labels.astype(float)):
         assert ece(p[:, 1], right) == pytest.approx(expected, rel=1e-12)
         assert ece(p[:, 1:], right) == pytest.approx(expected, rel=1e-12)
+    counted = np.arange(200) < 150
+    expected, _ = by_a_loop(p[counted], labels[counted], 15)
+    found = ece(p[:, 1], np.where(counted, labels, -1))
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_certain_and_right_is_calibrated():

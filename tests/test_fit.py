@@ -37,6 +37,8 @@ from sklearn.datasets import load_digits
 
 import gnlin
 from gnlin._fit import _run
+from gnlin._linearisation._objective import SumOfSquares
+from gnlin._solver import Watch
 
 
 def assert_close(left, right, rtol=1e-9):
@@ -940,6 +942,24 @@ def test_negative_losses_that_rise():
     ascent = optax.sgd(-0.1)
     with pytest.warns(UserWarning, match="the loss rose from -1"):
         gnlin.fit(model, (x, x), ascent, loss=Shifted(), steps=30, divergence=None)
+
+
+def test_negative_losses_that_fall():
+    x = np.linspace(-1, 1, 8)[:, None]
+    model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    end = gnlin.fit(model, (x, x), loss=Shifted(), steps=20, progress=False)
+    np.testing.assert_allclose(end.history.loss[-1], -1000, rtol=1e-6)
+
+
+def test_a_negative_loss_that_crosses_zero_does_not_diverge():
+    y, outputs = jnp.zeros(1), jnp.zeros(2)
+    for first, allowed in ((-0.5, 49.0), (0.5, 50.0)):
+        start = Watch.start(SumOfSquares(), y, outputs, jnp.array(first))
+        for loss, diverges in ((0.99 * allowed, False), (1.01 * allowed, True)):
+            watch = start
+            for _ in range(5):
+                watch = watch.look(y, jnp.array(loss), 100.0)
+            assert bool(watch.diverges) == diverges
 
 
 def test_an_optimiser_of_optax_has_no_columns_of_a_linearisation():

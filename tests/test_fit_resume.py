@@ -262,6 +262,13 @@ def test_nothing_to_resume(tmp_path):
     assert_same_run(fit(checkpoint=tmp_path / "new", resume=True), fit())
 
 
+class Ended(Callback):
+    times = 0
+
+    def on_end(self, run):
+        self.times += 1
+
+
 def test_early_stopping_resumes(tmp_path):
     """The count of validations without an improvement continues."""
     losses = [5.0, 4.0, 6.0, 6.0, 6.0, 1.0, 1.0]
@@ -287,16 +294,19 @@ def test_early_stopping_resumes(tmp_path):
         # A run that has stopped is not continued.
         assert_same_run(run(epochs=7, checkpoint=folder, resume=True), whole)
     patient = EarlyStop(patience=5)
-    with pytest.raises(ValueError, match=r"patience=3.*, and here it has .*patience=5"):
+    message = r"belongs to another run: .*patience=3.*, and here it has .*patience=5"
+    ended = Ended()
+    with pytest.raises(gnlin.CheckpointError, match=message):
         fit(
             data=BATCHES,
             solver=gnlin.IterativeLinearisation(3, 1e-9),
             epochs=6,
             validation=BATCHES,
-            callbacks=patient,
+            callbacks=[patient, ended],
             checkpoint=folder,
             resume=True,
         )
+    assert ended.times == 1
 
 
 def test_a_run_that_failed_stays_as_it_is(tmp_path):
@@ -304,7 +314,8 @@ def test_a_run_that_failed_stays_as_it_is(tmp_path):
     with pytest.warns(UserWarning, match="stopped at step 4"):
         first = fit(data=data, checkpoint=tmp_path)
     assert first.result == optx.RESULTS.nonfinite
-    again = fit(data=data, checkpoint=tmp_path, resume=True)
+    with pytest.warns(UserWarning, match="stopped at step 4: .* is not finite"):
+        again = fit(data=data, checkpoint=tmp_path, resume=True)
     assert_same_run(again, first)
 
 

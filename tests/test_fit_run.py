@@ -24,7 +24,7 @@ from fit_problems import (
 )
 
 import gnlin
-from gnlin.callbacks import Callback, EarlyStop, Log
+from gnlin.callbacks import Callback, EarlyStop, Log, Measure
 
 
 def assert_same(left, right):
@@ -450,17 +450,22 @@ def test_an_early_stop_that_is_mistaken():
         EarlyStop(min_change=-1.0)
     assert EarlyStop("validation_accuracy").sign == -1.0
     assert EarlyStop("validation_error").sign == 1.0
+    assert EarlyStop("validation_loss_linearised").sign == 1.0
 
 
 def test_a_log():
     written = []
     log = Log(lambda *entry: written.append(entry), every=2)
-    history = fit(validation=(X, T), callbacks=log).history
+    # Callbacks after the log write columns, too, in each step or after an epoch.
+    first = lambda model: numbers(model)[0]
+    each, late = (Measure({f"of_{n}": first}, n) for n in ("step", "epoch"))
+    history = fit(validation=(X, T), callbacks=[log, each, late]).history
     of = {(name, step): value for name, value, step in written}
     assert len(of) == len(written)
     for name in set(history) - {"step"}:
         column = history[name]
-        every = (3, 6) if name.startswith("validation_") else (2, 4, 6)
+        is_late = name.startswith("validation_") or name == "of_epoch"
+        every = (3, 6) if is_late else (2, 4, 6)
         assert sorted(step for n, step in of if n == name) == list(every)
         assert all(of[name, step] == column[step - 1] for step in every)
 

@@ -83,7 +83,8 @@ class Run(AbstractRun):
         self._num_steps = steps
         if epochs is not None and stream.num_batches is not None:
             self._num_steps = epochs * stream.num_batches
-        self._callbacks = callbacks
+        # Callbacks that fill in columns come first, so that the others see their figures.
+        self._callbacks = sorted(callbacks, key=lambda each: not each.columns)
         self._validation = validation
         self._validate_every = validate_every
         own = [*COLUMNS, *parts, *(validation.columns if validation else ())]
@@ -180,8 +181,12 @@ class Run(AbstractRun):
             self._saver.start(resume)
         self._tell("on_start")
         self._all_told()
-        if self._saver is not None:
-            self._saver.begin()
+        try:
+            if self._saver is not None:
+                self._saver.begin()
+        except BaseException:
+            self._tell("on_end")
+            raise
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
@@ -394,6 +399,8 @@ class Run(AbstractRun):
         self._rows.restore(snapshot.table)
         self._reason = snapshot.reason
         self.result = getattr(optx.RESULTS, snapshot.result)
+        if snapshot.result not in ("successful", "nonlinear_max_steps_reached"):
+            self.complaint = f"`gnlin.fit` stopped at {snapshot.reason}."
 
     def restore_callbacks(self, states: list[CallbackState]) -> bool:
         """Restore the callbacks' states; return whether they fit the callbacks."""

@@ -107,7 +107,11 @@ class Saver:
             self._write()
             return
         path, snapshot = self._resumed
-        if not self._run.restore_callbacks(snapshot.callbacks):
+        try:
+            fits = self._run.restore_callbacks(snapshot.callbacks)
+        except ValueError as error:
+            raise CheckpointError(f"{path} belongs to another run: {error}") from error
+        if not fits:
             raise CheckpointError(
                 f"{path} belongs to a run with other callbacks: pass the arguments of "
                 "that run, or another folder."

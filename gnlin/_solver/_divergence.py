@@ -18,6 +18,7 @@ class Watch(eqx.Module):
     whose loss was far above the first loss."""
 
     first: Float[Array, ""]  # loss
+    size: Float[Array, ""]  # of the first loss, which may be negative
     best: Float[Array, ""]  # loss
     y: PyTree[Array]  # the point with the best loss
     num_far: Int[Array, ""]
@@ -26,20 +27,21 @@ class Watch(eqx.Module):
     def start(
         objective: AbstractObjective, y: PyTree[Array], outputs: PyTree, loss: Scalar
     ) -> "Watch":
-        """Start at the first point. A tiny first loss is raised to a part of the loss of
-        zero outputs; `outputs` holds arrays, or only their shapes."""
-        unit = objective.value(_tree.zeros_like(outputs)).astype(loss.dtype)
+        """Start at the first point. The size of a tiny first loss is raised to a part of
+        the loss of zero outputs; `outputs` holds arrays, or only their shapes."""
+        unit = jnp.abs(objective.value(_tree.zeros_like(outputs))).astype(loss.dtype)
         floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
-        return Watch(jnp.maximum(loss, floor), loss, y, jnp.array(0))
+        return Watch(loss, jnp.maximum(jnp.abs(loss), floor), loss, y, jnp.array(0))
 
     def look(self, y: PyTree[Array], loss: Scalar, factor: float) -> "Watch":
         """Return the watch after a further point, whose loss may be NaN."""
         better = loss < self.best
         # A loss of zero, as of a batch whose targets are met, is no measure.
-        first = jnp.where((self.first == 0) & (loss > 0), loss, self.first)
-        far = ~(loss <= factor * first)
+        size = jnp.where(self.size == 0, jnp.abs(loss), self.size)
+        far = ~(loss - self.first <= (factor - 1) * size)
         return Watch(
-            first,
+            self.first,
+            size,
             jnp.where(better, loss, self.best),
             _tree.where(better, y, self.y),
             jnp.where(far, self.num_far + 1, 0),

@@ -154,7 +154,7 @@ def begin(
     state, watch = start(parameters, outputs), None
     if setting.divergence is not None:
         zero = jnp.zeros((), state.report.loss.dtype)
-        watch = Watch(zero, zero, parameters, jnp.zeros((), int))
+        watch = Watch(zero, zero, zero, parameters, jnp.zeros((), int))
     return Carry(parameters, state, model_state, watch)
 
 

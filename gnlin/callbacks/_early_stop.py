@@ -18,7 +18,8 @@ class EarlyStop(Callback):
     - `patience`: the number of validations in a row without improvement that ends the
         run.
     - `mode`: `"min"` if smaller is better, `"max"` if larger is. The default is `"min"`
-        for names that end with `loss` or `error`, and `"max"` for others.
+        for names that end with `loss` or `error` (before `_linearised`), and `"max"` for
+        others.
     - `min_change`: the change that an improvement must exceed.
     - `restore_best`: whether the run returns the best model rather than the last.
 
@@ -46,7 +47,8 @@ class EarlyStop(Callback):
                 f'"validation_loss", but {monitor!r} was given.'
             )
         if mode is None:
-            mode = "min" if monitor.endswith(("loss", "error")) else "max"
+            of = monitor.removesuffix("_linearised")
+            mode = "min" if of.endswith(("loss", "error")) else "max"
         check_one_of("mode", mode, ("min", "max"))
         self.monitor = monitor
         self.patience = patience

@@ -16,7 +16,8 @@ class Log(Callback):
 
     - `write`: a function `write(name, value, step)`, such as a TensorBoard writer's
         `add_scalar`.
-    - `every`: the number of steps between rows. Validation figures are always written.
+    - `every`: the number of steps between rows. Figures that are filled in after the
+        step, as of a validation or at the end of an epoch, are always written.
 
     !!! example
 
@@ -35,14 +36,30 @@ class Log(Callback):
         self.write = write
         self.every = every
 
+    def on_start(self, run: Run) -> None:
+        self._seen = set(_figures(run))
+
     def on_step(self, run: Run) -> None:
-        if run.step % self.every == 0:
-            self._write(run, lambda name: not name.startswith("validation_"))
+        self._seen = {"step"} if run.step % self.every == 0 else set(_figures(run))
+        self._write(run)
+
+    def on_feature_update(self, run: Run) -> None:
+        self._write(run)
 
     def on_validation(self, run: Run) -> None:
-        self._write(run, lambda name: name.startswith("validation_"))
+        self._write(run)
 
-    def _write(self, run: Run, wanted: Callable[[str], bool]) -> None:
-        for name, value in run.row.items():
-            if name != "step" and wanted(name) and not np.isnan(value):
-                self.write(name, float(value), run.step)
+    def on_epoch(self, run: Run) -> None:
+        self._write(run)
+
+    def _write(self, run: Run) -> None:
+        """Write the figures of the latest row that were not there before."""
+        for name, value in _figures(run).items():
+            if name not in self._seen:
+                self._seen.add(name)
+                self.write(name, value, run.step)
+
+
+def _figures(run: Run) -> dict[str, float]:
+    """Return the columns of the latest row that have been filled in."""
+    return {name: float(x) for name, x in run.row.items() if not np.isnan(x)}

@@ -101,8 +101,9 @@ def _sums(
     p, labels = jnp.asarray(probabilities), jnp.asarray(labels)
     p = p.astype(_tree.at_least_single(p))  # half precision cannot count
     if p.ndim == 1 or p.shape[-1:] == (1,):  # of the second of two classes
-        p, labels = p.ravel(), jnp.where(labels.ravel().astype(float) > 0.5, 1, 0)
+        p, labels = p.ravel(), labels.ravel().astype(float)
         p = jnp.stack([1 - p, p], axis=1)
+        labels = jnp.where(labels < 0, -1, jnp.where(labels > 0.5, 1, 0))
     if not is_label(labels) or labels.shape != p.shape[:-1]:
         raise ValueError(
             f"With probabilities of the shape {jnp.shape(probabilities)}, labels must be "
