@@ -1,7 +1,8 @@
 r"""Preconditioners for conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = b$.
 
 A preconditioner is computed at every linearisation. It pays if it saves more iterations
-than it costs; "How to choose" in the documentation has cases of both.
+than it costs; "How is a step computed?" in the documentation has cases of both. Without
+damping, parameters may drift in directions that the data do not determine: give some.
 
 !!! example
 
@@ -101,8 +102,7 @@ class Nystrom(AbstractPreconditioner):
 
     def inverse(self, jacobian, damping) -> lx.FunctionLinearOperator:
         unravel, (_, p) = jacobian.domain.unravel, jacobian.shape
-        dtype = jacobian.domain.dtype
-        eps, rank = jnp.finfo(dtype).eps, self._rank(jacobian)
+        dtype, rank = jacobian.domain.dtype, self._rank(jacobian)
 
         def product(v):
             return ravel_pytree(jacobian.curvature_mv(unravel(v)))[0]
@@ -113,7 +113,8 @@ class Nystrom(AbstractPreconditioner):
         # Equation (1.3).
         damped = eigenvalues + jnp.asarray(damping, dtype)
         largest = jnp.max(damped)
-        damped = jnp.where(largest > 0, jnp.maximum(damped, eps * largest), 1)
+        least = _least_part(dtype) * largest
+        damped = jnp.where(largest > 0, jnp.maximum(damped, least), 1)
         weights = damped[-1] / damped - 1
 
         def apply(v: PyTree[Array]) -> PyTree[Array]:
@@ -177,6 +178,13 @@ class BlockDiagonal(AbstractPreconditioner):
         return semidefinite(apply, jacobian.domain.tree)
 
 
+def _least_part(dtype: jnp.dtype) -> float:
+    """Return the least eigenvalue of an approximated curvature, relative to the largest.
+    An inverse would enlarge the rounding of a gradient beyond all bounds in directions
+    that no output depends on, if they are not damped."""
+    return float(jnp.finfo(dtype).eps) ** (2 / 3)
+
+
 def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
     """Return the number of blocks of an array of parameters, and their size."""
     size = math.prod(shape)
@@ -197,12 +205,11 @@ def inverse_factors(
     gram: Float[Array, "k i i"], damping: ScalarLike
 ) -> Float[Array, "k i i"]:
     r"""Return $L^{-1}$ of each damped block $LL^\top$, NaN if the blocks are not finite.
-    The damping is raised by the rounding of the block, so that none is singular."""
+    The damping is raised to a small part of the block, so that none is singular."""
     size = gram.shape[-1]
     identity = jnp.eye(size, dtype=gram.dtype)
     traces = jnp.trace(gram, axis1=-2, axis2=-1)
-    rounding = size * jnp.finfo(gram.dtype).eps * traces
-    shift = jnp.asarray(damping, gram.dtype) + rounding
+    shift = jnp.asarray(damping, gram.dtype) + _least_part(gram.dtype) * traces
     # The shift is zero without damping if no output depends on a block's parameters.
     shift = jnp.where(shift > 0, shift, 1)
     finite = _tree.all_finite(gram)

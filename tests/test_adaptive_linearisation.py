@@ -124,6 +124,23 @@ def test_a_loss_that_is_not_squared_error():
     assert np.all(solution.history.num_inner_steps >= 1)
 
 
+def test_a_predicted_rise_is_not_taken():
+    """The quadratic form of a robust loss overshoots from far away."""
+    solver = gnlin.methods.AdaptiveLinearisation(
+        gnlin.IterativeLinearisation(10**6, 1e-2, form="quadratic")
+    )
+    group = gnlin.Residuals(
+        lambda p, _: jax.nn.softplus(p) - 3, loss=gnlin.losses.PseudoHuber(0.3)
+    )
+    options = {"history": 10}
+    solution = optx.least_squares(
+        group, solver, jnp.array([5.3]), max_steps=10, throw=False, options=options
+    )
+    losses = solution.stats["history"]["loss"]
+    assert np.all(np.diff(losses[np.isfinite(losses)]) < 1e-12)
+    np.testing.assert_allclose(jax.nn.softplus(solution.value), 3, atol=1e-4)
+
+
 def test_convergence():
     solver = gnlin.methods.AdaptiveLinearisation(
         gnlin.IterativeLinearisation(math.inf, 0.005, rtol=1e-6, atol=1e-9)

@@ -141,6 +141,25 @@ def test_on_a_curved_valley(rule, acceleration):
     np.testing.assert_allclose(solution.value, 1, atol=1e-8)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e4])
+def test_a_radius_shrinks_if_a_factorisation_fails(factor):
+    """A curvature of rank 3 has no Cholesky factor with a tiny damping."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(8, 3)) @ rng.normal(size=(3, 8)), rng.normal(size=8)
+    residual = lambda x, args: args[0] @ x + 0.1 * (args[0] @ x) ** 2 - args[1]
+    args, start = (jnp.asarray(a), jnp.asarray(b)), jnp.ones(8)
+
+    def loss(damping, method):
+        solver = gnlin.LevenbergMarquardt(damping=damping, method=method)
+        solution = least_squares(residual, solver, start, args)
+        assert solution.result == optx.RESULTS.successful
+        return jnp.sum(residual(solution.value, args) ** 2)
+
+    expected = loss(TrustRegion(), "svd")
+    found = loss(TrustRegion(factor), "curvature")
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
 def test_a_number_is_nielsens():
     y0 = jnp.array([-1.2, 1.0])
     number, rule = (

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
+import scipy.optimize
 from problems import numbers
 
 import gnlin
@@ -108,7 +109,8 @@ def test_block_diagonal_is_the_inverse_of_the_blocks(max_size, blocks, memory_bu
     expected = np.zeros((28, 28))
     for block in blocks:
         expected[block, block] = np.linalg.inv(curvature[block, block])
-    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+    # Blocks are damped by a small part of their size.
+    np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-10)
 
 
 @eqx.filter_jit
@@ -229,6 +231,19 @@ def test_zero_and_nonfinite_jacobians(preconditioner):
     new, state = advance(solver, residual, y, args, state)
     assert state.result != gnlin._solver._base.optx.RESULTS.successful
     np.testing.assert_array_equal(new["a"], y["a"])
+
+
+@pytest.mark.parametrize("preconditioner", [Nystrom(3), BlockDiagonal()])
+def test_without_damping_a_null_space_is_not_entered_far(preconditioner):
+    rng = np.random.default_rng(3)
+    a, b = rng.normal(size=(12, 2)) @ rng.normal(size=(2, 5)), rng.normal(size=12)
+    residual = lambda x, args: args[0] @ x + 0.3 * jnp.tanh(args[0] @ x) - args[1]
+    solver = gnlin.TruncatedGaussNewton(1e-3, preconditioner=preconditioner)
+    args = jnp.asarray(a), jnp.asarray(b)
+    found = optx.least_squares(residual, solver, jnp.zeros(5), args, throw=False)
+    reference = scipy.optimize.least_squares(residual, np.zeros(5), args=(args,))
+    np.testing.assert_allclose(residual(found.value, args), reference.fun, atol=1e-7)
+    assert jnp.linalg.norm(found.value) < 1e6
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
             )
         longest = _longest(descent.period)
         subproblem = descent.subproblem(objective, lin, longest, _TRIALS)
-        trusted_at = self._trust(objective, lin, num_steps)
+        trusted_at = self._trust(objective, lin, num_steps, may_rise=False)
 
         def trusted(period: Scalar) -> Bool[Array, ""]:
             answer = subproblem.solve(descent.filter(period))
@@ -155,9 +155,17 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         return eqx.tree_at(lambda u: u.passes, update, update.passes + looks)
 
     def _trust(
-        self, objective: AbstractObjective, lin: Linearisation, seed: Int[Array, ""]
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        seed: Int[Array, ""],
+        *,
+        may_rise: bool,
     ):
-        """Return a function that says whether to trust the linearised outputs at `y`."""
+        """Return a function that says whether to trust the linearised outputs at `y`.
+
+        - `may_rise`: whether to trust a predicted rise of the loss.
+        """
         flat, unravel = ravel_pytree(lin.outputs)
         key = jax.random.fold_in(jax.random.key(0), seed)
         probe = unravel(jax.random.normal(key, flat.shape, flat.dtype))
@@ -180,6 +188,9 @@ class AdaptiveLinearisation(AbstractGaussNewton):
                 predicted = objective.decrease(lin.outputs, linearised)
                 actual = objective.decrease(lin.outputs, outputs)
                 enough = jnp.asarray(self.min_ratio, predicted.dtype) * predicted
+                # The quadratic form may predict a rise, and so may a batch of which the
+                # last steps knew nothing.
+                enough = enough if may_rise else jnp.maximum(enough, 0)
                 good &= actual >= enough - rounding
             return good & _tree.all_finite(outputs)
 
@@ -204,7 +215,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
         def triggered(lin, outputs, num_steps):
             def look():
-                trusted_at = self._trust(objective, lin, num_steps)
+                trusted_at = self._trust(objective, lin, num_steps, may_rise=True)
                 return ~trusted_at(evaluate, y, outputs)
 
             due = num_steps % self.check_every == 0

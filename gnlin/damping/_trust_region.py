@@ -53,20 +53,26 @@ class TrustRegion(AbstractDamping):
         return _Region(jnp.array(-1, dtype), jnp.array(0, dtype))
 
     def damping(self, state, subproblem, y) -> Scalar:
+        radius = self._radius(state, subproblem.length(y))
+        return damping_for_length(subproblem, radius, state.damping)
+
+    def _radius(self, state: _Region, size: Scalar) -> Scalar:
+        """Return the radius of the next trial at a point of this size."""
         dtype = state.radius.dtype
         factor = nan_unless(positive(self.factor), self.factor).astype(dtype)
-        size = subproblem.length(y).astype(dtype)
-        first = factor * jnp.where(size > 0, size, 1)
-        radius = jnp.where(state.radius < 0, first, state.radius)
-        return damping_for_length(subproblem, radius, state.damping)
+        first = factor * jnp.where(size > 0, size, 1).astype(dtype)
+        return jnp.where(state.radius < 0, first, state.radius)
 
     def after(self, state: _Region, trial: Trial) -> _Region:
         poor, good = trial.ratio < _POOR, trial.ratio >= _GOOD
+        # A step whose factorisation failed has no length.
+        known = jnp.isfinite(trial.length)
+        length = jnp.where(known, trial.length, self._radius(state, trial.size))
         # The first radius is a guess: replace it by the length of the first step.
-        fair = jnp.where(state.radius < 0, trial.length, state.radius)
+        fair = jnp.where(state.radius < 0, length, state.radius)
         radius = jnp.select(
             [~trial.accepted, poor, good],
-            [_FAILED * trial.length, _POORER * trial.length, 2 * trial.length],
+            [_FAILED * length, _POORER * length, 2 * length],
             fair,
         )
         return _Region(radius, trial.damping)
