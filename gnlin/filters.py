@@ -33,6 +33,7 @@ from ._common import _tree
 from ._common._checks import (
     as_float,
     as_scalar,
+    check_callable,
     check_finite_nonnegative,
     check_finite_positive,
     check_less_than_one,
@@ -281,6 +282,8 @@ class Damped(AbstractFilter):
     damping: ScalarLike = eqx.field(converter=as_scalar)
 
     def __check_init__(self):
+        what, example = "a function of the eigenvalues", "gnlin.filters.Tikhonov(0.1)"
+        check_callable("filter", self.filter, what, example)
         check_finite_nonnegative("damping", self.damping)
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:

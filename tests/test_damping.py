@@ -191,6 +191,33 @@ def test_a_user_defined_rule():
     np.testing.assert_allclose(solution.value, 1, atol=1e-8)
 
 
+class Counted(Halved):
+    """A rule that returns plain numbers, or a state of another type."""
+
+    changes: bool = False
+
+    def init(self, dtype):
+        return 0
+
+    def damping(self, state, subproblem, y):
+        return 1e-3
+
+    def after(self, state, trial):
+        return state + (0.5 if self.changes else 1)
+
+
+def test_a_rule_may_return_plain_numbers():
+    a, b = matrix(MATRICES["tall"])
+    args = jnp.asarray(a), jnp.asarray(b)
+    solver = gnlin.LevenbergMarquardt(damping=Counted())
+    solution = least_squares(linear, solver, jnp.ones(4), args)
+    expected, *_ = np.linalg.lstsq(a, b)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-6)
+    solver = gnlin.LevenbergMarquardt(damping=Counted(changes=True))
+    with pytest.raises(ValueError, match=r"state that `after` of Counted .* `init`"):
+        least_squares(linear, solver, jnp.ones(4), args)
+
+
 @pytest.mark.slow
 def test_one_program_for_all_numbers():
     compiled = []

@@ -13,6 +13,7 @@ from problems import each_once
 
 from gnlin.filters import (
     AbstractFilter,
+    Damped,
     equivalent_damping,
     equivalent_period,
     GradientDescent,
@@ -440,6 +441,7 @@ def test_equivalents_at_the_ends():
         (lambda: GradientDescent(1, math.inf), "learning_rate"),
         (lambda: GradientDescent(1, math.nan), "learning_rate"),
         (lambda: GradientFlow(-1.0), "time"),
+        (lambda: Damped("a", 1.0), "filter"),
         (lambda: GradientFlow(math.nan), "time"),
         (lambda: HeavyBall(0, 0.1, 0.5), "period"),
         (lambda: HeavyBall(1, 0.0, 0.5), "learning_rate"),

@@ -137,7 +137,7 @@ def test_an_unmet_tolerance_is_not_a_success():
         (lambda: gnlin.methods.MixedPrecision(3), "`kernel_dtype` must be"),
         (
             lambda: gnlin.methods.MixedPrecision(tolerance=0.0),
-            "`tolerance` must be greater",
+            "`tolerance` must lie strictly between 0 and 1",
         ),
         *(
             (

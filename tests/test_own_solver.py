@@ -139,7 +139,10 @@ class Faulty(gnlin.authoring.AbstractGaussNewton):
 
     fault: str
 
-    def update(self, objective, lin, evaluate, memory, num_steps):
+    def first_memory(self, y, dtype):
+        return jnp.array(0) if self.fault == "dtype" else None
+
+    def update(self, objective, lin, evaluate, memory_before, num_steps):
         y, outputs, memory = lin.point, lin.outputs, None
         match self.fault:
             case "y":
@@ -148,6 +151,8 @@ class Faulty(gnlin.authoring.AbstractGaussNewton):
                 outputs = jnp.zeros(3)
             case "memory":
                 memory = jnp.zeros(())
+            case "dtype":
+                memory = memory_before + 0.5
         return gnlin.authoring.Update(y, outputs, memory)
 
 
@@ -168,6 +173,14 @@ class NoFactor(gnlin.authoring.AbstractLoss):
         return jnp.eye(1)
 
 
+class NoOperator(gnlin.preconditioners.AbstractPreconditioner):
+    def inverse(self, jacobian, damping):
+        return lambda v: v
+
+    def passes(self, jacobian):
+        return gnlin.authoring.Passes()
+
+
 @pytest.mark.parametrize(
     ("solver", "said"),
     [
@@ -177,17 +190,28 @@ class NoFactor(gnlin.authoring.AbstractLoss):
         ),
         (Faulty("outputs"), r"`outputs` of the `Update` of Faulty .* `lin.outputs`"),
         (Faulty("memory"), r"`memory` of the `Update` of Faulty .* `first_memory`"),
+        (Faulty("dtype"), r"`first_memory` returns, .*int.*, but is .*float"),
         (Filtered(0.3), r"`filter_at\(num_steps\)` must be a function .* 0.3 was given"),
         (
             Filtered(lambda w: w.sum()),
             r"value for each eigenvalue, and so an array of the shape \(2,\)",
         ),
+        (Filtered(lambda w: (w, w)), r"shape \(2,\), but .* returned \("),
+        (
+            gnlin.TruncatedGaussNewton(0.1, preconditioner=NoOperator()),
+            r"`inverse` of NoOperator must return a linear operator",
+        ),
     ],
 )
 def test_mistakes_in_a_solver_of_ones_own(solver, said):
     x = jnp.linspace(0.0, 1.0, 5)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         gnlin.solve((exponential, jnp.ones(2)), (x, x), solver, max_steps=2)
+
+
+def test_a_filter_that_is_nan_at_zero():
+    with pytest.raises(ValueError, match="`filter` is NaN at the eigenvalue 0"):
+        gnlin.methods.FilteredGaussNewton(lambda w: (1 - jnp.exp(-w)) / w)
 
 
 def test_a_factor_that_is_none():

@@ -84,6 +84,22 @@ def test_both_ways_are_counted():
     assert hard["num_vjps"] == hard["num_inner_steps"] + besides
 
 
+@pytest.mark.parametrize("memory_budget", [2**30, 1000])
+def test_a_factorisation_that_is_cheap_or_exceeds_the_budget(memory_budget):
+    """Conjugate gradients are then given a single iteration."""
+    data = jnp.asarray(INPUTS[:20, :12]), jnp.asarray(TARGETS[:20])
+    steps = [
+        gnlin.solve(
+            (of_tanh, jnp.asarray(START[:, :12])),
+            data,
+            gnlin.DampedGaussNewton(0.1, method=method, memory_budget=budget),
+            max_steps=1,
+        ).model[1]
+        for method, budget in (("products-first", memory_budget), ("svd", 2**30))
+    ]
+    np.testing.assert_allclose(steps[0], steps[1], rtol=1e-9)
+
+
 def test_nonfinite_data_leave_the_model():
     data = jnp.asarray(INPUTS).at[3, 4].set(jnp.nan), jnp.asarray(TARGETS)
     with pytest.warns(UserWarning, match="is not finite"):

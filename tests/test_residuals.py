@@ -340,6 +340,7 @@ def test_batches_of_each_group(tmp_path):
     assert whole.result == optx.RESULTS.nonlinear_max_steps_reached
 
 
+SOFTMAX = gnlin.SoftmaxCrossEntropy()
 MISTAKES = {
     "no examples": (
         lambda: {"a": gnlin.Residuals(boundary, EDGES[:0])},
@@ -368,6 +369,14 @@ MISTAKES = {
     "targets of another shape": (
         lambda: {"a": gnlin.Residuals(boundary, EDGES, targets=jnp.ones((5, 3)))},
         "In the group 'a': The targets must have the shape",
+    ),
+    "classes without targets": (
+        lambda: {"a": gnlin.Residuals(boundary, EDGES, loss=SOFTMAX)},
+        "outputs of a `SoftmaxCrossEntropy` are compared with classes: pass `targets`",
+    ),
+    "several weights": (
+        lambda: {"a": gnlin.Residuals(boundary, EDGES, weight=jnp.ones(5))},
+        r"`weight` of the group 'a' must be one number, but has the shape \(5,\)",
     ),
     "a sampler": (
         lambda: {"a": gnlin.Residuals(boundary, lambda key: EDGES)},

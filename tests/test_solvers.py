@@ -670,7 +670,10 @@ MISTAKES = {
     "tolerance": [
         *(lambda v=v: gnlin.TruncatedGaussNewton(v) for v in (0, 1, 1.0, 1.5, -0.1, nan)),
     ],
-    "max_inner_steps": [lambda: gnlin.TruncatedGaussNewton(0.1, max_inner_steps=0)],
+    "max_inner_steps": [
+        lambda: gnlin.TruncatedGaussNewton(0.1, max_inner_steps=0),
+        lambda: gnlin.TruncatedGaussNewton(0.1, max_inner_steps=jnp.inf),
+    ],
     "period": [
         *(
             lambda v=v: gnlin.IterativeLinearisation(v, 0.1)

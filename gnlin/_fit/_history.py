@@ -29,6 +29,11 @@ class Rows:
     def amend(self, figures: Mapping[str, float]) -> None:
         """Fill in columns of the latest row."""
         for name, value in figures.items():
+            if name not in self.columns:
+                raise ValueError(
+                    f"The history has no column {name!r}: name it in the `columns` of "
+                    "the callback that records it."
+                )
             self._rows[-1][self.columns.index(name)] = value
 
     def latest(self) -> dict[str, float]:

@@ -26,10 +26,12 @@ Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
 def evaluated(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
     """Return g(w). Raise `ValueError` unless it has a value for each eigenvalue."""
     g = filter(w)
-    if jnp.shape(g) != w.shape:
+    is_array = eqx.is_array_like(g)
+    if not is_array or jnp.shape(g) != w.shape:
+        what = f"one of the shape {jnp.shape(g)}" if is_array else repr(g)
         raise ValueError(
             "A filter must return a value for each eigenvalue, and so an array of the "
-            f"shape {w.shape}, but `{filter}` returned one of the shape {jnp.shape(g)}."
+            f"shape {w.shape}, but `{filter}` returned {what}."
         )
     return g
 

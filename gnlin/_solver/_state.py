@@ -142,7 +142,8 @@ class Update(eqx.Module):
         is in memory.
     - `searched`: whether the solver has searched for the longest step that lowers the
         loss.
-    - `terminate`: whether to end the run as a success, whatever the gradient.
+    - `terminate`: whether to end the run as a success, whatever the gradient. It has no
+        effect across batches.
     - `result`: any value other than `successful` ends the run.
     """
 
@@ -176,13 +177,32 @@ def check_update(solver: str, update: Any, lin: Linearisation, state: State) -> 
         # A structure may hold objects that cannot be compared.
         return [jnp.shape(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
 
-    for field, found, expected, like in (
-        ("y", update.y, lin.point, "`lin.point`"),
-        ("outputs", update.outputs, lin.outputs, "`lin.outputs`"),
-        ("memory", update.memory, state.memory, "what `first_memory` returns"),
+    for field, found, like in (
+        ("y", update.y, "point"),
+        ("outputs", update.outputs, "outputs"),
     ):
+        expected = getattr(lin, like)
         if shapes(found) != shapes(expected):
             raise ValueError(
                 f"The `{field}` of the `Update` of {solver} must have the shapes of "
-                f"{like}, {shapes(expected)}, but has {shapes(found)}."
+                f"`lin.{like}`, {shapes(expected)}, but has {shapes(found)}."
             )
+    what = f"The `memory` of the `Update` of {solver}"
+    check_carried(what, update.memory, "`first_memory`", state.memory)
+
+
+def check_carried(what: str, found: PyTree, source: str, expected: PyTree) -> None:
+    """Raise an error if what one step hands to the next differs in kind from the first,
+    which the function `source` has returned."""
+
+    def kind(tree: PyTree) -> str:
+        leaves, structure = jax.tree.flatten(tree)
+        arrays = [x for x in leaves if eqx.is_array_like(x)]
+        kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in arrays]
+        return f"{structure} of {', '.join(kinds)}"
+
+    if kind(found) != kind(expected):
+        raise ValueError(
+            f"{what} must be of the kind that {source} returns, {kind(expected)}, but is "
+            f"{kind(found)}."
+        )

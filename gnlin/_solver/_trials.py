@@ -19,7 +19,7 @@ from .._subproblem import AbstractSubproblem, Early
 from ..damping import AbstractDamping, Trial
 from ._between_bounds import between_bounds
 from ._detour import Detour
-from ._state import Evaluate, increased
+from ._state import check_carried, Evaluate, increased
 from ._termination import rounding_of_loss, rounding_of_outputs
 
 
@@ -165,7 +165,8 @@ class Trials(NamedTuple):
     def proposed(self, last: TrialOutcome, known: "_Known") -> Proposal:
         """Return the next step to try."""
         lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
-        damping = self.rule.damping(last.state, subproblem, lin.point).astype(dtype)
+        damping = self.rule.damping(last.state, subproblem, lin.point)
+        damping = jnp.asarray(damping, dtype)
         damping = jnp.clip(damping, known.least_damping, known.largest_damping)
         accelerated = self.acceleration
         held = subproblem.factorised(Early(damping)) if accelerated else subproblem
@@ -242,6 +243,8 @@ class Trials(NamedTuple):
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
         state = rule.after(last.state, trial)
+        what = f"The state that `after` of {type(rule).__name__} returns"
+        check_carried(what, state, "`init`", last.state)
         takes = (accepted & ~noise) | ~last.found
         leaves, detour = last.leaves, last.detour
         if self.detour is not None:

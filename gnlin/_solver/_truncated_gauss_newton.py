@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._checks import (
     as_scalar,
+    check_count,
     check_finite_nonnegative,
     check_fraction,
     check_one_of,
-    check_period,
     check_share,
     fraction,
     nan_unless,
@@ -97,7 +97,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             check_finite_nonnegative("damping", self.damping)
         check_share("warm_start", self.warm_start)
         if self.max_inner_steps is not None:
-            check_period("max_inner_steps", self.max_inner_steps)
+            check_count("max_inner_steps", self.max_inner_steps)
         hint = "; to solve exactly use `gnlin.DampedGaussNewton`"
         check_one_of("method", self.method, ("auto", "dense", "matrix-free"), hint)
         if not isinstance(self.preconditioner, AbstractPreconditioner | None):

@@ -208,5 +208,5 @@ def _direct(cost: Cost) -> type[OnOutputs | OnParameters | SparseLU]:
 def _most_tried(cost: Cost) -> int:
     direct = _direct(cost).cost(cost, Tikhonov(1.0), 1)
     if math.isinf(direct):
-        return 0
-    return int(_SHARE_TRIED * direct / (cost.one_product + _ITERATION))
+        return 1
+    return max(1, int(_SHARE_TRIED * direct / (cost.one_product + _ITERATION)))

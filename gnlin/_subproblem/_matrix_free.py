@@ -113,7 +113,14 @@ class MatrixFree(AbstractIteration):
         if start is not None:
             options["y0"] = start
         if self.preconditioner is not None:
-            options["preconditioner"] = self.preconditioner.inverse(jacobian, damping)
+            inverse = self.preconditioner.inverse(jacobian, damping)
+            if not isinstance(inverse, lx.AbstractLinearOperator):
+                raise TypeError(
+                    f"`inverse` of {type(self.preconditioner).__name__} must return a "
+                    "linear operator of lineax, such as a `lx.FunctionLinearOperator`, "
+                    f"but returns {inverse!r}."
+                )
+            options["preconditioner"] = inverse
             passes += self.preconditioner.passes(jacobian)
         solution = conjugate_gradients(
             lambda v: _tree.axpy(damping, v, jacobian.curvature_mv(v)),

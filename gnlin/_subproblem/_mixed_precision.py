@@ -11,7 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, Float, Scalar
 
 from .._common import _tree
-from .._common._checks import check_finite_positive, check_one_of
+from .._common._checks import check_fraction, check_one_of
 from .._common._passes import Passes
 from .._jacobian import AtHand, Cost
 from .._linear_algebra._conjugate_gradients import conjugate_gradients, semidefinite
@@ -68,7 +68,7 @@ class MixedPrecision(eqx.Module):
             name = jnp.dtype(kernel_dtype).name
         check_one_of("kernel_dtype", name, _DTYPES)
         if tolerance is not None:
-            check_finite_positive("tolerance", tolerance)
+            check_fraction("tolerance", tolerance)
         self.kernel_dtype = name
         self.tolerance = tolerance
 

@@ -21,7 +21,12 @@ from .._common._checks import (
 from .._jacobian import Sparsity
 from .._linearisation._objective import GroupLosses, objective_of
 from .._linearisation._recognised import AbstractRecognised, Posed
-from ..losses import AbstractElementwiseLoss, AbstractLoss, SquaredError
+from ..losses import (
+    AbstractElementwiseLoss,
+    AbstractLoss,
+    SoftmaxCrossEntropy,
+    SquaredError,
+)
 from ..losses._base import check_loss
 from ._data import a_kind_of, as_arrays, rows_not_finite
 from ._group_network import failed, GroupNetwork
@@ -62,8 +67,8 @@ class Residuals(AbstractRecognised):
         products cost only its nonzero entries.
     - `sparsity`: a [`gnlin.Sparsity`][], for a group without data whose residuals each
         read few parameters.
-    - `targets`: the targets of the loss, zeros by default: arrays with a leading axis
-        over examples.
+    - `targets`: the targets of the loss: arrays with a leading axis over examples. The
+        default is zeros; [`gnlin.SoftmaxCrossEntropy`][] needs targets.
 
     **Raises:** `ValueError` if there are no examples, or the weight is invalid; also if
     the solver is not gnlin's and the loss is neither squared nor robust.
@@ -110,6 +115,11 @@ class Residuals(AbstractRecognised):
             _check_sparsity(self.sparsity, self.data, self.loss)
         check_finite_nonnegative("weight", self.weight)
         check_loss(self.loss)
+        if self.targets is None and isinstance(self.loss, SoftmaxCrossEntropy):
+            raise ValueError(
+                "The outputs of a `SoftmaxCrossEntropy` are compared with classes: pass "
+                "`targets`."
+            )
 
     def posed(self, y: PyTree[Array], args: Any) -> Posed:
         return Groups(self).posed(y, args)
@@ -267,6 +277,11 @@ def of_groups(
     parameters, frozen = partition(model, filter_spec, called=False)
     samplers = {name: g.data for name, g in groups.items() if callable(g.data)}
     for name, group in groups.items():
+        if jnp.ndim(group.weight) > 0:
+            raise ValueError(
+                f"The `weight` of the group {name!r} must be one number, but has the "
+                f"shape {jnp.shape(group.weight)}: multiply the residuals instead."
+            )
         if group.select is not None:
             _check_selection(name, group, parameters)
     network = GroupNetwork(
