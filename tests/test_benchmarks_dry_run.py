@@ -159,14 +159,14 @@ def test_experiments_without_a_rate_say_how_long_they_took(capsys):
 
 
 def test_the_page_names_the_experiments_with_a_medium_scale():
-    text = (_results.KEPT.parents[1] / "docs" / "benchmarks.md").read_text()
+    text = (_results.KEPT.parents[1] / "docs" / "experiments.md").read_text()
     sentence = re.search(r"experiments have a medium scale: (.*?)\n\n", text, re.S)
     named = set(re.findall("`([a-z-]+)`", sentence[1]))
     assert named == {name for name in MODULES if MODULES[name].EXPERIMENT.medium}
 
 
 def test_the_page_names_the_experiments_without_a_rate():
-    text = (_results.KEPT.parents[1] / "docs" / "benchmarks.md").read_text()
+    text = (_results.KEPT.parents[1] / "docs" / "experiments.md").read_text()
     sentence = re.search(r"stand in for them\. (.*?) have no common step", text, re.S)
     named = set(re.findall("`([a-z-]+)`", sentence[1]))
     assert named == set(EXPERIMENTS) - set(REHEARSED)

@@ -58,10 +58,10 @@ def test_the_results_are_small():
 
 
 def quoted():
-    """The intervals of "What they say", each with the verdicts that may be its source."""
-    text = (PAGE / "benchmarks.md").read_text(encoding="utf-8")
+    """The intervals of the page, each with the verdicts that may be its source."""
+    text = (PAGE / "findings.md").read_text(encoding="utf-8")
     verdicts = []
-    for paragraph in text.split("## What they say")[1].split("\n## ")[0].split("\n\n"):
+    for paragraph in text.split("\n\n"):
         names = [n for n in re.findall("`([a-z-]+)`", paragraph) if n in NAMES]
         if names:  # Further paragraphs are on the same experiment.
             files = [RESULTS / name / "verdicts.csv" for name in names]
