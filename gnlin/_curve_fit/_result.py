@@ -17,9 +17,9 @@ from .._solver import result_name, why_it_ended
 from .._training._solution import History
 from ..losses import BinomialNLL, TobitNLL
 from ..losses._robust import AbstractRobust
+from ._arrays import as_x
 from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
-from ._inputs import as_x
 from ._likelihood import Likelihood, runs_test
 from ._not_finite import what_is_not_finite
 from ._problem import FitSettings
