@@ -206,6 +206,8 @@ def curve_fit(
             if k > 0 and starts is None:
                 free = end.parameters
             end, parts = fitted(setting, data, free, levels)
+        # Another model has another scale, so its loss is in other units.
+        parts |= dict.fromkeys(("aic", "bic"), jnp.full_like(parts["aic"], jnp.nan))
     else:
         end, parts = fitted(setting, data, free, levels)
     return _told(as_curve_fit(setting, curve, data, end, parts))
