@@ -157,6 +157,16 @@ def test_profiles_match_separate_refits():
         np.testing.assert_allclose(found, roots, rtol=1e-4)
 
 
+def test_profiles_of_exact_data_with_known_noise():
+    """The ends are where chi-squared has risen by its quantile, also from zero."""
+    rate = lambda p, x: jnp.exp(-p * x)
+    fit = gnlin.curve_fit(rate, X, np.exp(-X), 0.7, sigma=0.4, absolute_sigma=True)
+    allowed = scipy.stats.chi2.ppf(0.95, 1)
+    rise = lambda p: np.sum((np.exp(-p * X) - np.exp(-X)) ** 2) / 0.4**2 - allowed
+    roots = [scipy.optimize.brentq(rise, *ends) for ends in ((0.1, 1), (1, 9))]
+    np.testing.assert_allclose(fit.confidence_intervals(), roots, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_an_interval_without_an_end():
     """The rate is so large that the curve has vanished before the second point."""
@@ -180,6 +190,9 @@ def test_outliers_have_no_influence():
     assert np.all(distance < 2 * error)
     assert robust.outliers().tolist() == [3, 20, 40]
     assert "3 outliers, at points 3, 20, 40" in str(robust)
+    # Another model has another scale, so its criteria would be in other units.
+    assert np.isnan([robust.aic, robust.bic]).all()
+    assert "AIC" not in str(robust)
     # The scale is that of the noise, not of the outliers.
     np.testing.assert_allclose(robust.scale, 0.05, rtol=0.3)
     np.testing.assert_allclose(
@@ -236,6 +249,25 @@ def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
     for name in LINE:
         spread, told = fits.parameters[name].std(), fits.standard_errors[name].mean()
         np.testing.assert_allclose(told, spread, rtol=0.12)
+
+
+def test_information_criteria_are_likelihoods():
+    """Take the noise's density, normal or Huber's, without its constant factor."""
+    x = np.linspace(-1, 1, 12)
+    y = 1 + 0.2 * x + 0.1 * np.random.default_rng(6).normal(size=12)
+    y[3] += 0.6
+    squared = lambda r: -(r**2) / 2
+    huber = lambda r: np.where(r < 1.5, squared(r), 1.5**2 / 2 - 1.5 * r)
+    for loss, log in ((gnlin.SquaredError(), squared), (gnlin.losses.Huber(1.5), huber)):
+        fit = gnlin.curve_fit(line, x, y, LINE, sigma=0.1, absolute_sigma=True, loss=loss)
+        a, b = values(fit.parameters)
+        deviance = -2 * np.sum(log(np.abs(y - a - b * x) / 0.1))
+        np.testing.assert_allclose(fit.aic, deviance + 4, rtol=1e-9)
+        np.testing.assert_allclose(fit.bic, deviance + 2 * np.log(12), rtol=1e-9)
+    # The scatter of a robust fit comes from the residuals, so the interval is Student's.
+    width = scipy.stats.t.ppf(0.975, 10) * fit.standard_errors["a"]
+    band = fit.band(np.zeros(1))
+    np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-9)
 
 
 def test_a_loss_that_ignores_all_points_at_the_start():
@@ -536,6 +568,16 @@ def test_sigma_of_as_many_data_sets_as_points():
         np.testing.assert_allclose(fits.parameters["b"][3], expected[1], rtol=1e-7)
 
 
+def test_small_deviations_of_as_many_data_sets_as_points_are_no_covariance():
+    sigma = 1e-9 * np.array([[1, 0.1, 0.2], [0.5, 2, 0.3], [0.1, 0.1, 3]])
+    same = lambda p, x: p * jnp.ones_like(x)
+    fits = gnlin.curve_fit(
+        same, X[:3], 1e-8 * sigma, 0.0, sigma=sigma, absolute_sigma=True
+    )
+    expected = np.sum(sigma**-2.0, axis=1) ** -0.5
+    np.testing.assert_allclose(fits.standard_errors, expected, rtol=1e-9)
+
+
 @pytest.mark.slow
 def test_sigma_of_a_dictionary_of_values():
     def both(p, x):
@@ -625,10 +667,58 @@ def test_many_data_sets_of_which_some_determine_nothing():
     assert repr(fits).endswith("1 do not determine all parameters)")
 
 
-@pytest.mark.slow
-def test_lists_of_numbers():
-    fit = gnlin.curve_fit(line, [0.0, 1, 2, 3], [1, 2, 3, 4.1], LINE)
-    np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03])
+@pytest.mark.parametrize(
+    ("f", "x"),
+    [
+        (line, list(np.arange(4.0, dtype=np.float32))),
+        pytest.param(line, [0.0, 1, 2, 3], marks=pytest.mark.slow),
+        pytest.param(
+            lambda p, x: line(p, x["t"][:, 0] + x["t"][:, 1]),
+            {"t": [[0, 0.0], [1, 0], [1, 1], [1, 2]]},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_lists_of_numbers(f, x):
+    with jax.numpy_dtype_promotion("standard"):
+        fit = gnlin.curve_fit(f, x, [1, 2, 3, 4.1], LINE)
+    np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03], rtol=1e-6)
+
+
+def test_a_list_of_arrays_is_no_array():
+    parts = [X[:3], X[3:]]
+    fit = gnlin.curve_fit(lambda p, x: p * jnp.concatenate(x), parts, 2 * X, 1.0)
+    np.testing.assert_allclose(fit.parameters, 2, rtol=1e-12)
+
+
+class Shifted(eqx.Module):
+    shift: np.ndarray
+
+    def __call__(self, p, x):
+        return p * x + self.shift
+
+
+def test_a_module_that_holds_a_numpy_array():
+    fit = gnlin.curve_fit(Shifted(np.ones(50)), X, 1 + 2 * X, 1.0)
+    np.testing.assert_allclose(fit.parameters, 2, rtol=1e-12)
+
+
+class Lowered(gnlin.authoring.AbstractLoss):
+    reduction: str | None = None
+
+    def value(self, output, target):
+        return 0.5 * (output - target) ** 2 - 5
+
+
+@pytest.mark.parametrize("loss", [gnlin.SquaredError(), Lowered()])
+def test_starts_that_reach_the_best_loss_are_counted(loss):
+    """The losses differ by rounding: they are zero or negative."""
+    f = lambda p, x: jnp.exp(-p["a"] * x) + p["b"]
+    bounds = dict.fromkeys("ab", (-2.0, 2.0))
+    fit = gnlin.curve_fit(
+        f, X, np.exp(-X) + 0.5, LINE, bounds=bounds, starts=4, loss=loss
+    )
+    assert "4 of 4 starts reached the best loss" in str(fit)
 
 
 @pytest.mark.slow
@@ -1086,6 +1176,9 @@ def test_as_many_points_as_parameters():
     with pytest.warns(UserWarning, match="no more points than parameters"):
         fit = gnlin.curve_fit(decay, X[[0, 20, 49]], Y[[0, 20, 49]], START)
     assert "error unknown" in str(fit)
+    few, options = (X[:2], Y[:2]), {"sigma": 0.1, "absolute_sigma": True}
+    with pytest.warns(UserWarning, match="cannot be estimated: pass more points"):
+        gnlin.curve_fit(line, *few, LINE, **options, loss=gnlin.losses.Huber(1.5))
 
 
 def test_a_run_that_has_not_converged_says_so():
@@ -1093,6 +1186,8 @@ def test_a_run_that_has_not_converged_says_so():
         gnlin.curve_fit(decay, X, Y, START, max_steps=2)
     with pytest.warns(UserWarning, match="`f` is not finite at the start"):
         gnlin.curve_fit(lambda p, x: jnp.log(p * x - 1), X, Y, 1.0)
+    with pytest.warns(UserWarning, match="the residuals' squares overflow"):
+        gnlin.curve_fit(lambda p, x: 1e200 * (p + x), X, Y, 1.0)
 
 
 def test_the_picture():
@@ -1136,6 +1231,16 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
         ({"sigma": np.inf}, "all of `sigma` is infinite"),
         ({"sigma": np.ones(7)}, "`sigma` must be one number, have the shape of `y`"),
         ({"sigma": -np.eye(50)}, "must be positive definite"),
+        ({"sigma": 1e-10 * np.tril(covariance_of(50))}, "be symmetric and finite"),
+        ({"x": 1j * X, "sigma_x": 0.1}, "`x` must be real: pass the real and the"),
+        (
+            {
+                "start": {"a": np.ones(2), "rate": np.ones(2), "c": np.zeros(2)},
+                "y": np.stack([Y, Y]),
+                "fixed": ["c"],
+            },
+            "A fixed parameter has one value for all data sets",
+        ),
         ({"sigma_x": -0.1}, "`sigma_x` must be finite, and positive, or 0"),
         ({"sigma_x": np.ones(7)}, "`sigma_x` must be one number, or have the shape"),
         ({"sigma_x": {"t": 1.0}}, "`sigma_x` must be one number, or have the structure"),

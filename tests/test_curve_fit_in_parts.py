@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.optimize
 from problems import decay, decay_numpy as plain
@@ -197,6 +198,47 @@ def test_a_list_of_parts_and_one_sigma():
     check_same(fit, whole)
 
 
+def test_a_short_first_part_does_not_shorten_the_others(passed):
+    parts = [(X[:3], Y[:3]), (X[3:], Y[3:])]
+    fit = gnlin.curve_fit(decay, parts, None, START)
+    check_same(fit, gnlin.curve_fit(decay, X, Y, START))
+    in_a_pass = 1 + -(-(N - 3) // (2**8 // 4))
+    assert len(passed) <= in_a_pass * (fit.num_steps + 3)
+
+
+def test_what_pandas_holds():
+    series = pd.Series(X, index=range(N, 0, -1)), pd.Series(Y)
+    sigma = pd.Series(SIGMA)
+    fit = gnlin.curve_fit(decay, *series, START, sigma=sigma, in_parts=True)
+    check_same(fit, gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA))
+    both = lambda p, x: jnp.stack([decay(p, x), decay(p, x)], axis=1)
+    frame = pd.DataFrame({"one": Y, "two": Y})
+    fit = gnlin.curve_fit(both, X, frame, START, in_parts=True)
+    same = gnlin.curve_fit(decay, X, Y, START)
+    np.testing.assert_allclose(
+        numbers(fit.parameters), numbers(same.parameters), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_x_and_a_start_of_single_precision(in_parts):
+    start = {name: np.float32(value) for name, value in START.items()}
+    with jax.numpy_dtype_promotion("standard"):
+        fit = gnlin.curve_fit(decay, np.float32(X), Y, start, in_parts=in_parts)
+    expected, _ = scipy.optimize.curve_fit(plain, X, Y, [1, 0, 0.5])
+    np.testing.assert_allclose(numbers(fit.parameters), expected, rtol=1e-4)
+
+
+def test_rates_by_the_length_of_x():
+    """The check of the rates passes fewer points than a block has."""
+    f = lambda p, x: p["a"] * jnp.exp(-x) + jnp.zeros(x.shape)
+    loss, counts = gnlin.losses.PoissonNLL(log_input=False), np.round(9 * np.exp(-X))
+    fit = gnlin.curve_fit(f, X, counts, {"a": 4.0}, loss=loss, in_parts=True)
+    # The slope of the likelihood is zero.
+    expected = counts.sum() / np.exp(-X).sum()
+    np.testing.assert_allclose(fit.parameters["a"], expected, rtol=1e-6)
+
+
 def test_a_network_is_trained_on_parts():
     model = eqx.nn.MLP(1, 1, 4, 1, jnp.tanh, key=jax.random.key(0))
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
@@ -349,6 +391,10 @@ def test_what_needs_all_data_is_refused():
     for method in ("confidence_intervals", "runs_test", "plot"):
         with pytest.raises(ValueError, match=rf"`{method}` needs all data in memory"):
             getattr(fit, method)()
+    with pytest.raises(ValueError, match="Complex values need squared error"):
+        gnlin.curve_fit(
+            wave, X, X + 1j, START, in_parts=True, loss=gnlin.losses.PoissonNLL()
+        )
     with pytest.raises(ValueError, match="needs `sigma`, the scale"):
         of(loss=gnlin.losses.Huber(1.0))
     with pytest.raises(ValueError, match="same for all points"):

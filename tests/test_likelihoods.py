@@ -499,3 +499,13 @@ def test_separated_successes():
     start, loss = {"a": 0.0, "b": 0.0}, gnlin.losses.BinomialNLL(1)
     with pytest.warns(UserWarning, match="the curve separates successes from failures"):
         gnlin.curve_fit(line, x, (x > 0.1) * 1, start, loss=loss)
+    both = np.stack([(x > 0.1) * 1, np.arange(20) % 2])
+    with pytest.warns(UserWarning, match="1 of 2 data sets have successes that the"):
+        gnlin.curve_fit(line, x, both, start, loss=loss)
+
+
+def test_shares_that_are_met_exactly_are_not_separated():
+    x, y = np.array([0.0, 1.0]), np.array([3.0, 7.0])
+    fit = gnlin.curve_fit(line, x, y, START, loss=gnlin.losses.BinomialNLL(10))
+    shares = scipy.special.expit(line(fit.parameters, x))
+    np.testing.assert_allclose(shares, y / 10, rtol=1e-12)

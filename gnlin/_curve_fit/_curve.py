@@ -14,6 +14,10 @@ from .._common._precision import full_precision
 from .._common._tree import ravel_pytree
 
 
+# Residuals below this multiple of the rounding of y are noise.
+_ROUNDINGS = 100
+
+
 class Data(NamedTuple):
     """A data set whose y is flattened to m real numbers.
 
@@ -63,7 +67,7 @@ class Curve(eqx.Module):
         """Trace the curve for arguments of these shapes, so that functions which compute
         the same share one compilation. A function with leaves, such as a model, does so
         already, and is returned unchanged."""
-        if jax.tree.leaves(self.f) != [self.f]:
+        if not jax.tree_util.all_leaves([self.f]):
             return self
         with full_precision():
             return Curve(program_of(self.f, eqx.combine(free, fixed), x))
@@ -120,6 +124,12 @@ def broadcast(sigma: Array, like: Any) -> Array:
     sigma = jnp.broadcast_to(sigma, like.shape)
     is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)
     return jax.lax.complex(sigma, sigma) if is_complex else sigma
+
+
+def rounding(data: Data) -> Scalar:
+    """Return the size below which residuals are rounding of y, in units of sigma."""
+    eps = jnp.finfo(data.y.dtype).eps
+    return _ROUNDINGS * eps * jnp.max(jnp.abs(whitened(data.y, data)))
 
 
 def whitened(values: Float[Array, " m"], data: Data) -> Float[Array, " m"]:

@@ -17,9 +17,10 @@ from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
 from ..losses._robust import AbstractRobust
+from ._arrays import as_x
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import as_x, as_y, check_alone, data_of, errors_of_x, with_x
+from ._inputs import as_y, check_alone, data_of, errors_of_x, with_x
 from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
 from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, with_bounds
@@ -108,8 +109,8 @@ def curve_fit(
         factor; $\rho''$ is the expected second derivative for gnlin's counts and
         successes, and the observed one for other losses.
     - `starts`: the number of starts: `start` and points of a Sobol sequence between the
-        bounds, which must be finite. Up to 64 run the program of a single fit, more run
-        in a program of their own; the best fit is returned.
+        bounds, which must be finite. The best fit is returned. With more than 64 starts,
+        a further program is compiled.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
         `"omit"` the points and their rows and columns of a covariance.
     - `max_steps`: the maximum number of outer steps.
@@ -163,6 +164,7 @@ def curve_fit(
             raise ValueError("A fit in parts takes neither `sigma_x` nor `starts`.")
         program, parts = read_in_parts(curve, x, y, sigma, free, kept)
         check_in_parts(solver, loss, parts)
+        check_rates(loss, lambda: curve(free, kept, as_x(parts.example[0])))
         check_start(box, free)
         absolute_sigma |= isinstance(loss, Likelihood)
         setting = FitSettings(
@@ -204,6 +206,8 @@ def curve_fit(
             if k > 0 and starts is None:
                 free = end.parameters
             end, parts = fitted(setting, data, free, levels)
+        # Another model has another scale, so its loss is in other units.
+        parts |= dict.fromkeys(("aic", "bic"), jnp.full_like(parts["aic"], jnp.nan))
     else:
         end, parts = fitted(setting, data, free, levels)
     return _told(as_curve_fit(setting, curve, data, end, parts))

@@ -15,9 +15,10 @@ from .._common._quickly import quickly
 from .._solver import LevenbergMarquardt
 from .._solver._summed import Expansion, minimise, Minimum
 from ..losses._robust import AbstractRobust
-from ._curve import Curve
-from ._inputs import as_x, as_y
-from ._likelihood import check_rates, Likelihood
+from ._arrays import as_x
+from ._curve import Curve, flat
+from ._inputs import as_y
+from ._likelihood import check_values, Likelihood
 from ._not_finite import NonFinite
 from ._parts import Part, Parts
 from ._problem import FitSettings
@@ -132,11 +133,9 @@ class _Passes:
         # Settings that the sums do not use would compile them again.
         self.of_sums = setting._replace(solver=None, max_steps=0)  # type: ignore
         self.size = _tree.size(start)
-        self.dtype = jnp.result_type(*jax.tree.leaves(start), float)
-        check_rates(
-            setting.loss,
-            lambda: setting.curve.values(start, setting.fixed, as_x(parts.example[0])),
-        )
+        x, y = jax.tree.map(jnp.asarray, parts.example)
+        outputs = setting.curve.shapes(start, setting.fixed, x)
+        self.dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
 
     def expand(self, free: PyTree[Array]) -> tuple[Expansion, Sums]:
         sums = self.sums(free)
@@ -160,8 +159,7 @@ class _Passes:
         loss = self.setting.loss
         if isinstance(loss, Likelihood):
             values = np.concatenate([np.ravel(v) for v in jax.tree.leaves(part.y)])
-            outputs = jax.ShapeDtypeStruct(values.shape, self.dtype)
-            loss.loss.check(outputs, values)
+            check_values(loss, part.y, [values])
 
     def _check(self, sums: Sums) -> None:
         missing, infinite, sigma, *_ = (int(n) for n in sums.faults.number)

@@ -1,6 +1,5 @@
 """Checks of the data of `curve_fit`, and their conversion to one form."""
 
-import datetime
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,61 +11,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common._canonical import of_one_example
 from .._common._checks import first_line, is_own, is_traced
+from ._arrays import as_array, as_floats
 from ._curve import broadcast, Curve, Data, flat, wholly_missing
-
-
-_TIMES = datetime.date, datetime.time, datetime.timedelta
-
-
-def as_x(x: PyTree[Any]) -> PyTree[Array]:
-    """Convert x to a pytree of arrays."""
-    return jax.tree.map(lambda value: _as_array(value, "x"), columns_of(x))
-
-
-def columns_of(x: PyTree[Any]) -> PyTree[Any]:
-    """Return a data frame as a dictionary of its columns, and a list of numbers as one
-    array. Arrays are not read."""
-    if hasattr(x, "columns") and hasattr(x, "to_numpy"):
-        return {str(name): x[name].to_numpy() for name in x.columns}
-    if isinstance(x, list) and all(isinstance(value, int | float) for value in x):
-        return np.asarray(x)
-    return x
-
-
-def _as_array(value: Any, name: str) -> Array:
-    if isinstance(value, np.ma.MaskedArray):
-        raise ValueError(
-            f"`{name}` is a masked array, whose mask would be lost: pass "
-            f"`{name}.filled(np.nan)` as floating-point numbers, and "
-            '`nan_policy="omit"`.'
-        )
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        known = np.asarray(value, None if isinstance(value, np.ndarray) else object)
-        first = known.ravel()[0] if known.size else None
-        if known.dtype.kind in "mM" or isinstance(first, _TIMES):
-            raise ValueError(
-                f"`{name}` holds dates or times: pass numbers, such as days, which for a "
-                f'NumPy array are `({name} - {name}[0]) / np.timedelta64(1, "D")`.'
-            ) from error
-        of_model = " (for a model, those from `eqx.partition`)" * callable(value)
-        given = f"an array of {known.dtype}" if hasattr(value, "dtype") else repr(value)
-        raise ValueError(
-            f"`{name}` must hold numbers or arrays{of_model}, but {given} was given."
-        ) from error
-
-
-def as_floats(value: Any, name: str) -> Array:
-    """Convert a number or an array to an array of floats."""
-    value = _as_array(value, name)
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        raise ValueError(
-            f"`{name}` must be real: fit real and imaginary parts as two parameters."
-        )
-    # An explicit dtype avoids a weak type, which would trigger a second compilation.
-    kind = value.dtype if jnp.issubdtype(value.dtype, jnp.floating) else float
-    return jnp.asarray(value, kind)
 
 
 class Values(NamedTuple):
@@ -92,7 +38,7 @@ class Values(NamedTuple):
 def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Values:
     """Decide whether y is one data set or several, by the shapes that `f` returns."""
 
-    def outputs(free: PyTree) -> Any:
+    def outputs(free: PyTree, kept: PyTree = kept) -> Any:
         try:
             return curve.on(free, kept, x).shapes(free, kept, x)
         except Exception as error:
@@ -102,14 +48,16 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
     if isinstance(y, list | tuple | float | int):
         same = jax.tree.structure(y) == jax.tree.structure(out)
         if not same or not jax.tree.leaves(y):
-            y = _as_array(y, "y")
-    tree = jax.tree.map(lambda v: wholly_missing(_as_array(v, "y")), y)
+            y = as_array(y, "y")
+    tree = jax.tree.map(lambda v: wholly_missing(as_array(v, "y")), y)
+    lengths = {v.shape[:1] for v in jax.tree.leaves(tree)}
+    may_be_many = len(lengths) == 1 and lengths != {()}
+    have_length = lambda tree: {s.shape[:1] for s in jax.tree.leaves(tree)} == lengths
 
     def readings() -> Iterator[tuple[Any, Values]]:
         yield out, Values(tree, many=False)
-        lengths = {v.shape[:1] for v in jax.tree.leaves(tree)}
-        if len(lengths) == 1 and lengths != {()}:
-            if {s.shape[:1] for s in jax.tree.leaves(free)} == lengths:
+        if may_be_many:
+            if have_length(free):
                 yield outputs(of_one_example(free)), Values(tree, True, has_starts=True)
             yield out, Values(tree, many=True)
 
@@ -131,6 +79,13 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
                     "same kind."
                 )
         return values
+    if may_be_many and have_length(free) and have_length(kept):
+        of_one = outputs(*map(of_one_example, (free, kept)))
+        if _shapes(of_one) == _shapes(Values(tree, many=True).of_one()):
+            raise ValueError(
+                "A fixed parameter has one value for all data sets, but in `start` each "
+                "has its own: pass one value, or fit each data set separately."
+            )
     if isinstance(out, Exception):
         of_numpy = isinstance(out, jax.errors.TracerArrayConversionError)
         about_types = isinstance(out, TypeError | ValueError)
@@ -269,10 +224,9 @@ def data_of(
     counted = jnp.asarray(jnp.where(missing, 0, 1), y.dtype)
     if not _surely(~missing.any()):
         y = jnp.where(missing, 0, y)
-    over_sets = 0 if values.many else None
-    of_errors = 0 if are_own else None
-    axes: Any = None, over_sets, of_errors, over_sets, None, over_sets
-    return Data(x, y, errors, counted, sigma_x), Data(*axes)
+    each = dict.fromkeys(("y", "counted", "spread"), 0 if values.many else None)
+    axes: Any = {"x": None, "sigma": 0 if are_own else None, **each}
+    return Data(x=x, y=y, sigma=errors, counted=counted, sigma_x=sigma_x), Data(**axes)
 
 
 def _surely(condition: Any) -> bool:
@@ -326,14 +280,20 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
     factor = jnp.linalg.cholesky(jnp.asarray(given))
     if are_traced:
         return factor
-    transposed = np.swapaxes(given, -1, -2)
-    symmetric = np.all(np.isfinite(given)) and np.allclose(given, transposed)
+    symmetric = np.all(np.isfinite(given)) and _is_symmetric(given)
     if symmetric and np.all(np.isfinite(factor)):
         return factor
     if unclear:
         return None
     must = "positive definite" if symmetric else "symmetric and finite"
     raise ValueError(f"`sigma` is a covariance and must be {must}.")
+
+
+def _is_symmetric(matrix: np.ndarray) -> bool:
+    """Whether covariances are symmetric up to rounding, in units of their deviations."""
+    deviations = np.sqrt(np.abs(np.diagonal(matrix, axis1=-2, axis2=-1)))
+    units = deviations[..., :, None] * deviations[..., None, :]
+    return np.allclose(matrix, np.swapaxes(matrix, -1, -2), atol=1e-8 * units)
 
 
 def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:

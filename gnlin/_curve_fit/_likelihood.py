@@ -1,6 +1,7 @@
 """Negative log-likelihoods as losses of a fit, and what such a fit reports."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -111,18 +112,23 @@ def in_one_row(loss: Likelihood, of_y: PyTree) -> Likelihood:
 
 
 def check_targets(loss: Likelihood, data: Data, axes: Any, y: PyTree) -> None:
-    """Check that the values of y are possible under the likelihood."""
-    if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(y)):
-        raise ValueError("Complex values need squared error or a robust loss as `loss`.")
+    """Check that the data are possible under the likelihood."""
+    rows = data.y if data.y.ndim == 2 else data.y[None]
+    check_values(loss, y, rows)
     if data.sigma.ndim - (axes.sigma == 0) == 2:
         raise ValueError(
             "Censored values must be independent: pass standard deviations as `sigma`, "
             "not a covariance."
         )
-    rows = data.y if data.y.ndim == 2 else data.y[None]
-    outputs = jax.ShapeDtypeStruct(data.y.shape[-1:], data.y.dtype)
+
+
+def check_values(loss: Likelihood, y: PyTree, rows: Iterable[Any]) -> None:
+    """Check that the values of y, flattened to these rows, are possible under the
+    likelihood."""
+    if any(np.iscomplexobj(leaf) for leaf in jax.tree.leaves(y)):
+        raise ValueError("Complex values need squared error or a robust loss as `loss`.")
     for row in rows:
-        loss.loss.check(outputs, row)
+        loss.loss.check(jax.ShapeDtypeStruct(row.shape, row.dtype), row)
 
 
 def check_rates(loss: AbstractElementwiseLoss, rates: Any) -> None:

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .._common._checks import check_names
-from ._inputs import as_floats
+from ._arrays import as_floats
 
 
 def as_start(value: Any) -> Array:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ._inputs import columns_of
+from ._arrays import arrays_of, columns_of
 
 
 # About this many bytes of data are on the device at once.
@@ -36,7 +36,7 @@ class Parts:
     def __init__(self, x: Any, y: Any, sigma: Any, block_size: Callable[[Any, Any], int]):
         """`x` yields tuples `(x, y)` or `(x, y, sigma)` if `y` is `None`. `block_size`
         is a function of the first points' `(x, y)`."""
-        self._x, self._y, self._sigma = x, y, sigma
+        self._x, self._y, self._sigma = x, y, arrays_of(sigma)
         self.is_iterable = y is None
         if self.is_iterable:
             if not callable(x) and (not isinstance(x, Iterable) or iter(x) is x):
@@ -51,8 +51,7 @@ class Parts:
                     "`sigma` out, or pass one number."
                 )
         else:
-            self._x, self._y = columns_of(x), columns_of(y)
-            self._sigma = sigma
+            self._x, self._y = columns_of(x), arrays_of(y)
         given = next(self._whole(), None)
         if given is None:
             raise ValueError("There is no data: `x` yields no parts.")
@@ -64,9 +63,11 @@ class Parts:
         each = sum(leaf.nbytes / len(leaf) for leaf in leaves if np.ndim(leaf))
         most = np.inf if self.is_iterable else max(1, _PART_BYTES // each)
         num = int(min(_num(y), most))
-        block = min(block_size(*self.example), num)
+        block = block_size(*self.example)
+        if not self.is_iterable:  # Later parts may be longer than the first.
+            block = min(block, num)
         # A part that its blocks fill is not copied.
-        smaller = range(block, block // 2, -1)
+        smaller = range(min(block, num), block // 2, -1)
         self.block = next((size for size in smaller if num % size == 0), block)
         self.size = -(-num // self.block) * self.block
         self.num_points: int | None = None  # known after the first pass
@@ -89,7 +90,7 @@ class Parts:
                     "`x` yields `(x, y, sigma)`: leave the argument `sigma` out."
                 )
             x, y, sigma = (*part, self._sigma)[:3]
-            yield columns_of(x), columns_of(y), sigma
+            yield columns_of(x), arrays_of(y), arrays_of(sigma)
 
     def __iter__(self) -> Iterator[Part]:
         seen, self.starts = 0, []

@@ -12,6 +12,7 @@ from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 from .._solver import AbstractGaussNewton
 from ..losses import AbstractElementwiseLoss
+from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data, whitened
 from ._likelihood import Likelihood
 
@@ -26,6 +27,12 @@ class FitSettings(NamedTuple):
     fixed: PyTree[Array]
     absolute_sigma: bool
     many: bool  # whether there are several data sets
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether the factor of the covariance is estimated from the residuals. For a
+        robust loss it depends on their distribution, even if sigma is absolute."""
+        return not self.absolute_sigma or isinstance(self.loss, AbstractRobust)
 
 
 def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton:

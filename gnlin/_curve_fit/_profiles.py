@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .._common import _tree
 from .._linearisation._bounds import Box
-from ._curve import Data, whitened
+from ._curve import Data, rounding
 from ._program import fitted
 
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ._result import CurveFit
 
 
-# Residuals below this multiple of the rounding of y are noise: they have no profile.
-_ROUNDINGS = 100
 # Relative tolerance at which an end of an interval counts as found.
 _NEAR = 1e-5
 _MOST_REFITS = 30
@@ -39,9 +37,9 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
     none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
     of_all = lambda e: eqx.combine(unravel(jnp.asarray(e, dtype)), none)
-    rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(data.y, data)))
     assert fit.residuals is not None  # fits in parts have no profiles
-    if jnp.max(jnp.abs(fit.residuals)) <= _ROUNDINGS * rounding:
+    is_exact = jnp.max(jnp.abs(fit.residuals)) <= rounding(data)
+    if is_exact and setting.is_estimated:  # The loss rises in units of rounding.
         width = jnp.where(end.at_bound == 0, quantile * errors, jnp.nan)
         return of_all(best - width), of_all(best + width)
     low, high = (jnp.full(k, s * jnp.inf, dtype) for s in (-1, 1))

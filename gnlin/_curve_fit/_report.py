@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..losses._robust import AbstractRobust
+from ._curve import rounding
 from ._likelihood import Likelihood
 
 
@@ -48,7 +49,7 @@ def report(fit: "CurveFit") -> str:
         lines += ["", f"{outliers.size} outliers, at points {shown}{more}"]
     if fit.losses is not None:
         losses = np.asarray(fit.losses)
-        same = int(np.sum(losses <= losses[0] * (1 + 1e-3) + 1e-300))
+        same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
         lines += [
             "",
             f"{same} of {losses.size} starts reached the best loss, {losses[0]:.6g}; the "
@@ -60,21 +61,30 @@ def report(fit: "CurveFit") -> str:
     return "\n".join(lines)
 
 
+def _rounding(fit: "CurveFit") -> float:
+    """Return the loss that rounding of y alone may leave."""
+    assert fit._data is not None  # fits in parts have one start
+    of_one, number = float(rounding(fit._data)), float(fit._end.num_points)
+    is_square = not isinstance(fit._setting.loss, Likelihood)
+    return number * (0.5 * of_one**2 if is_square else of_one)
+
+
 def _how_well(fit: "CurveFit") -> list[str]:
     dof = f"({float(fit.degrees_of_freedom):.0f} degrees of freedom)"
-    criteria = f"AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}"
+    criteria = f", AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}"
+    criteria = "" if np.isnan(fit.aic) else criteria
     chi_squared = float(fit.chi_squared)
     if isinstance(fit._setting.loss, Likelihood):
         lines = [
             f"deviance {float(fit.deviance):.6g}, Pearson's chi-squared "
-            f"{chi_squared:.6g} {dof}, {criteria}"
+            f"{chi_squared:.6g} {dof}{criteria}"
         ]
         if fit.residuals is not None:
             p = fit.runs_test()
             lines.append(f"runs test of the residuals' signs: p = {p:.2g}")
         return lines
     reduced = float(fit.reduced_chi_squared)
-    lines = [f"chi-squared {chi_squared:.6g}, reduced {reduced:.4g} {dof}, {criteria}"]
+    lines = [f"chi-squared {chi_squared:.6g}, reduced {reduced:.4g} {dof}{criteria}"]
     if isinstance(fit._setting.loss, AbstractRobust):
         lines.append("standard errors by Huber's sandwich estimator from the residuals")
     return lines

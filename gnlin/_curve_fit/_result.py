@@ -13,15 +13,14 @@ from jaxtyping import Array, Float, PyTree
 from .._common import _tree
 from .._common._checks import check_fraction, is_traced
 from .._linearisation._linearisation import linearise
-from .._solver import result_name, why_it_ended
 from .._training._solution import History
-from ..losses import BinomialNLL, TobitNLL
+from ..losses import TobitNLL
 from ..losses._robust import AbstractRobust
+from ._arrays import as_x
 from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
-from ._inputs import as_x
+from ._ending import are_determined, complaint, reason
 from ._likelihood import Likelihood, runs_test
-from ._not_finite import what_is_not_finite
 from ._problem import FitSettings
 from ._profiles import profiles
 from ._report import names_of, report
@@ -63,7 +62,8 @@ class CurveFit(eqx.Module):
         freedom.
     - `deviance`: twice the loss. For gnlin's likelihoods it is the deviance, since their
         least loss is zero at each point.
-    - `degrees_of_freedom`: points minus free parameters that are not at a bound.
+    - `degrees_of_freedom`: points minus the rank of the Jacobian, which is the number of
+        free parameters that are determined and not at a bound.
     - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. With a
         likelihood, Pearson's: the loss's negative slope over the root of its curvature.
         `None` if the data were read in parts.
@@ -74,7 +74,9 @@ class CurveFit(eqx.Module):
     - `at_bound`: -1 for parameters held at their lower bound, 1 at their upper, else 0.
     - `multipliers`: the derivative of the objective by parameters at a bound, else 0.
     - `aic`, `bic`: Akaike's and the Bayesian information criterion, up to a constant of
-        the data; with a likelihood they use the deviance.
+        the data: from $n\log(\chi^2/n)$, or $\chi^2$ if `sigma` is absolute, or the
+        deviance for other losses. They are NaN for a robust loss without `sigma`, whose
+        scale differs between models.
     - `losses`: the losses of all `starts`, in ascending order.
     - `result`, `reason`, `history`, `num_steps`: as in [`gnlin.Solution`][]. With several
         data sets or starts there is no history, which would take longer than the steps;
@@ -112,7 +114,7 @@ class CurveFit(eqx.Module):
         if self._setting.many:
             number = self.chi_squared.shape[0]
             well = int(np.sum(np.asarray(self.result == optx.RESULTS.successful)))
-            poorly = int(np.sum(~self._are_determined()))
+            poorly = int(np.sum(~are_determined(self)))
             others = f", {poorly} do not determine all parameters" if poorly else ""
             return f"CurveFit({number} data sets, {well} of them converged{others})"
         return report(self)
@@ -120,93 +122,11 @@ class CurveFit(eqx.Module):
     @property
     def reason(self) -> str:
         """Why the run ended, in words."""
-        if self._setting.many or isinstance(self.chi_squared, Tracer):
-            return ""
-        name, steps = result_name(self.result), int(self.num_steps)
-        if name == "successful":
-            return f"converged in {steps} steps"
-        if name == "nonlinear_max_steps_reached" and steps < self._setting.max_steps:
-            return f"interrupted after {steps} steps"
-        if name == "nonlinear_max_steps_reached":
-            return f"all {steps} steps were made: raise `max_steps`, or start closer"
-        if int(self._end.nonfinite.point) >= 0:
-            return what_is_not_finite(self)
-        if name == "nonfinite" and not np.isfinite(self._end.loss):
-            loss = self._setting.loss
-            if isinstance(loss, Likelihood):
-                rate = ""
-                if getattr(loss.loss, "log_input", False):
-                    rate = "pass `log_input=False` if `f` is a rate, "
-                return (
-                    f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or "
-                    "set bounds"
-                )
-            return "`f` is not finite at the start: start elsewhere, or set bounds"
-        if name == "stagnation" and self._setting.curve.has_loops:
-            return (
-                "it stands still: the steps are small and the gradient is not. `f` has "
-                "loops, such as the solution of a differential equation: lower the "
-                "tolerances at which they end"
-            )
-        return why_it_ended(self.result).rstrip(".")
-
-    def _are_determined(self) -> np.ndarray:
-        """Whether each data set determines all parameters."""
-        return np.asarray(np.all(self._end.covariance.determined, axis=-1))
-
-    def _is_separated(self) -> bool:
-        """Whether the likelihood of successes is 1, which it is at infinity only."""
-        loss, least = self._setting.loss, np.finfo(self._end.loss.dtype).eps
-        of_successes = isinstance(loss, Likelihood) and isinstance(loss.loss, BinomialNLL)
-        return of_successes and float(self._end.loss) <= least
+        return reason(self)
 
     def complaint(self) -> str:
         """Return the warning that the user should see, or an empty string."""
-        if isinstance(self.chi_squared, Tracer):
-            return ""
-        if self._setting.many:
-            which = {
-                "have not converged (see `fit.result`)": np.asarray(
-                    self.result != optx.RESULTS.successful
-                ),
-                "do not determine all parameters (see infinite `fit.standard_errors`)": (
-                    ~self._are_determined()
-                ),
-            }
-            said = [
-                f"{flags.sum()} of {flags.size} data sets {what}"
-                for what, flags in which.items()
-                if flags.any()
-            ]
-            return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
-        if self._is_separated():
-            return (
-                "`gnlin.curve_fit`: the curve separates successes from failures, so that "
-                "the likelihood has no maximum: set bounds, or use fewer parameters."
-            )
-        is_finite = int(self._end.nonfinite.point) < 0
-        if result_name(self.result) != "successful" or not is_finite:
-            return f"`gnlin.curve_fit` has not converged: {self.reason}."
-        if isinstance(self._setting.loss, AbstractRobust) and np.isnan(
-            self._end.variance
-        ):
-            return (
-                "`gnlin.curve_fit`: the loss ignores all points, because they are far "
-                "from the curve: start closer, or raise the loss's `delta`."
-            )
-        if self._are_determined():
-            if self.degrees_of_freedom > 0 or self._setting.absolute_sigma:
-                return ""
-            return (
-                "`gnlin.curve_fit`: there are no more points than parameters, so the "
-                "errors cannot be estimated: pass `sigma` and `absolute_sigma=True`, or "
-                "more points."
-            )
-        return (
-            "`gnlin.curve_fit`: the data do not determine all parameters: moving "
-            f"{'; or '.join(self.undetermined())} does not change the curve. Fix one of "
-            "them, pass more points, or start elsewhere."
-        )
+        return complaint(self)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -240,7 +160,8 @@ class CurveFit(eqx.Module):
 
         - `x`: the points, in the form that `f` takes.
         - `confidence`: the probability, between 0 and 1, of each pointwise interval, by
-            Student's distribution, or the normal one if `sigma` was absolute.
+            Student's distribution, or the normal one if the variance was known: with a
+            likelihood, or absolute `sigma` and squared error.
         - `sigma`: the standard deviation of a new measurement, in the units of the fit's
             `sigma` (if the fit had none, 1 is like the others). If given, the interval is
             for the measurement instead of the curve.
@@ -275,12 +196,12 @@ class CurveFit(eqx.Module):
         program of the fit.
 
         An interval ends where the best fit of the other parameters is worse than the
-        confidence allows: by an F-test with the fit's own variance, or, if `sigma` was
-        absolute, by $\chi^2$ with one degree of freedom. For a robust loss the rise is in
-        units of the residuals' mean squared pull over the loss's mean second derivative.
-        An end is at the bound if that is nearer, infinite if none is found, and NaN for
-        parameters that are fixed or at a bound. If the fit is exact to rounding, the
-        intervals come from the standard errors instead.
+        confidence allows: by an F-test with the fit's own variance, or, if that is known
+        (see `band`), by $\chi^2$ with one degree of freedom. For a robust loss the rise
+        is in units of the residuals' mean squared pull over the loss's mean second
+        derivative. An end is at the bound if that is nearer, infinite if none is found,
+        and NaN for parameters that are fixed or at a bound. If the variance is estimated
+        and the fit exact to rounding, the intervals come from the standard errors.
 
         ??? cite "Reference"
 
@@ -311,7 +232,7 @@ class CurveFit(eqx.Module):
         from scipy.stats import norm, t  # slow to import
 
         both = 0.5 + 0.5 * confidence
-        if self._setting.absolute_sigma:
+        if not self._setting.is_estimated:
             return float(norm.ppf(both))
         return float(t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
@@ -335,7 +256,8 @@ class CurveFit(eqx.Module):
 
         A small value means that neighbours deviate alike: the curve misses a feature of
         the data. The residuals are sorted by x if x is one vector, else in the order of
-        the points. The value is NaN if all residuals have one sign."""
+        the points, in which a complex number is its two parts. The value is NaN if all
+        residuals have one sign, or fewer than three are not zero."""
         self._check_is_one("runs_test")
         leaves = jax.tree.leaves(self._at_hand("runs_test").x)
         residuals = np.asarray(self.residuals)

@@ -52,10 +52,8 @@ class Fitted(NamedTuple):
     losses: Float[Array, " starts"] | None = None  # of all starts, in ascending order
 
     def factor(self, setting: FitSettings) -> Scalar:
-        """Return the factor of the covariance. For a robust loss it depends on the
-        distribution of the residuals, so it is estimated even if sigma is absolute."""
-        known = setting.absolute_sigma and not isinstance(setting.loss, AbstractRobust)
-        return jnp.ones_like(self.variance) if known else self.variance
+        """Return the factor of the covariance."""
+        return self.variance if setting.is_estimated else jnp.ones_like(self.variance)
 
 
 def as_fitted(

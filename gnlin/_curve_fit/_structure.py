@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
-from ._likelihood import Likelihood
+from ..losses import SquaredError
 from ._problem import FitSettings
 
 
@@ -25,9 +25,12 @@ def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
     dof = end.num_points - end.num_free
-    misfit = end.num_points * jnp.log(end.chi_squared / end.num_points)
-    if isinstance(setting.loss, Likelihood):
-        misfit = 2 * end.loss
+    # Twice the negative logarithm of the likelihood, up to a constant of the data
+    misfit = 2 * end.loss
+    if isinstance(setting.loss, SquaredError):
+        misfit = end.chi_squared
+        if not setting.absolute_sigma:
+            misfit = end.num_points * jnp.log(misfit / end.num_points)
     every = _Every(setting, end.parameters)
     return {
         "parameters": every.parameters,

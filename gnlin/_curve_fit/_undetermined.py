@@ -97,7 +97,7 @@ def seen(
 
     def stays(step_and_promised):
         step, promised = step_and_promised
-        moved = unravel(y + step)
+        moved = unravel((y + step).astype(y.dtype))
         change = jnp.linalg.norm(outputs_at(moved) - outputs)
         return (change <= UNMOVED * promised) & is_inside(bounds, moved)
 

@@ -1,0 +1,120 @@
+"""How a fit ended, in words, and what its user should be warned of."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import optimistix as optx
+from jax.core import Tracer
+
+from .._solver import result_name, why_it_ended
+from ..losses import BinomialNLL
+from ..losses._robust import AbstractRobust
+from ._likelihood import Likelihood
+from ._not_finite import what_is_not_finite
+
+
+if TYPE_CHECKING:
+    from ._result import CurveFit
+
+
+def reason(fit: "CurveFit") -> str:
+    """Return why the run ended, in words."""
+    if fit._setting.many or isinstance(fit.chi_squared, Tracer):
+        return ""
+    name, steps = result_name(fit.result), int(fit.num_steps)
+    if name == "successful":
+        return f"converged in {steps} steps"
+    if name == "nonlinear_max_steps_reached" and steps < fit._setting.max_steps:
+        return f"interrupted after {steps} steps"
+    if name == "nonlinear_max_steps_reached":
+        return f"all {steps} steps were made: raise `max_steps`, or start closer"
+    if int(fit._end.nonfinite.point) >= 0:
+        return what_is_not_finite(fit)
+    if name == "nonfinite" and not np.isfinite(fit._end.loss):
+        loss = fit._setting.loss
+        if isinstance(loss, Likelihood):
+            rate = ""
+            if getattr(loss.loss, "log_input", False):
+                rate = "pass `log_input=False` if `f` is a rate, "
+            return (
+                f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or "
+                "set bounds"
+            )
+        return "the residuals' squares overflow: start closer, or take larger units of y"
+    if name == "stagnation" and fit._setting.curve.has_loops:
+        return (
+            "it stands still: the steps are small and the gradient is not. `f` has "
+            "loops, such as the solution of a differential equation: lower the "
+            "tolerances at which they end"
+        )
+    return why_it_ended(fit.result).rstrip(".")
+
+
+def are_determined(fit: "CurveFit") -> np.ndarray:
+    """Whether each data set determines all parameters."""
+    return np.asarray(np.all(fit._end.covariance.determined, axis=-1))
+
+
+def _are_separated(fit: "CurveFit") -> np.ndarray:
+    """Whether the likelihood of each data set is 1 at infinity only, as it is if all
+    trials of each point end alike, and as the curve says. In parts y is unknown, but
+    no curve meets so many shares exactly."""
+    loss, least = fit._setting.loss, np.finfo(fit._end.loss.dtype).eps
+    if not isinstance(loss, Likelihood) or not isinstance(loss.loss, BinomialNLL):
+        return np.zeros(np.shape(fit._end.loss), bool)
+    are_sure = np.asarray(fit._end.loss) <= least
+    if fit._data is not None:
+        y, counted = map(np.asarray, (fit._data.y, fit._data.counted))
+        alike = (y == 0) | (y == np.asarray(loss.loss.trials)) | (counted == 0)
+        are_sure &= alike.all(axis=-1)
+    return are_sure
+
+
+def complaint(fit: "CurveFit") -> str:
+    """Return the warning that the user should see, or an empty string."""
+    if isinstance(fit.chi_squared, Tracer):
+        return ""
+    if fit._setting.many:
+        which = {
+            "have not converged (see `fit.result`)": np.asarray(
+                fit.result != optx.RESULTS.successful
+            ),
+            "do not determine all parameters (see infinite `fit.standard_errors`)": (
+                ~are_determined(fit)
+            ),
+            "have successes that the curve separates from failures, so that their "
+            "likelihood has no maximum": _are_separated(fit),
+        }
+        said = [
+            f"{flags.sum()} of {flags.size} data sets {what}"
+            for what, flags in which.items()
+            if flags.any()
+        ]
+        return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
+    if _are_separated(fit):
+        return (
+            "`gnlin.curve_fit`: the curve separates successes from failures, so that "
+            "the likelihood has no maximum: set bounds, or use fewer parameters."
+        )
+    is_finite = int(fit._end.nonfinite.point) < 0
+    if result_name(fit.result) != "successful" or not is_finite:
+        return f"`gnlin.curve_fit` has not converged: {fit.reason}."
+    if isinstance(fit._setting.loss, AbstractRobust) and np.isnan(fit._end.variance):
+        return (
+            "`gnlin.curve_fit`: the loss ignores all points, because they are far "
+            "from the curve: start closer, or raise the loss's `delta`."
+        )
+    if are_determined(fit):
+        if fit.degrees_of_freedom > 0 or not fit._setting.is_estimated:
+            return ""
+        is_robust = isinstance(fit._setting.loss, AbstractRobust)
+        other = "" if is_robust else "`sigma` and `absolute_sigma=True`, or "
+        return (
+            "`gnlin.curve_fit`: there are no more points than parameters, so the "
+            f"errors cannot be estimated: pass {other}more points."
+        )
+    return (
+        "`gnlin.curve_fit`: the data do not determine all parameters: moving "
+        f"{'; or '.join(fit.undetermined())} does not change the curve. Fix one of "
+        "them, pass more points, or start elsewhere."
+    )
