@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from equinox import AbstractClassVar
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
 
@@ -176,8 +175,8 @@ class AbstractPath(eqx.Module):
 
     # The filter's field for the number of steps, or the time, and the error if outputs
     # are not finite after a finite one
-    _amount: AbstractClassVar[str]
-    _failed: AbstractClassVar[str]
+    _amount: ClassVar[str]
+    _failed: ClassVar[str]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(of {self._linearised.train})"
