@@ -1,5 +1,4 @@
-r"""Measures of feature learning: how far a network's kernel, parameters and activations
-have moved.
+r"""Measures of feature learning: how far a network's kernel and parameters have moved.
 
 Each is a function of models or of kernels. [`gnlin.callbacks.Measure`][] adds any
 function of a model to the history of a training run:

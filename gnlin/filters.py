@@ -39,6 +39,7 @@ from ._common._checks import (
     check_less_than_one,
     check_nonnegative,
     check_period,
+    forwards_only,
     is_zero,
 )
 
@@ -106,7 +107,8 @@ class PseudoInverse(AbstractFilter):
 class Tikhonov(AbstractFilter):
     r"""Damped Gauss-Newton: $g(w) = 1/(w + \lambda)$.
 
-    With $\lambda = 0$ it is [`gnlin.filters.PseudoInverse`][].
+    With $\lambda = 0$ it is [`gnlin.filters.PseudoInverse`][]; but the methods `"kernel"`
+    and `"curvature"`, Cholesky factorisations, then give NaN if their matrix is singular.
 
     **Arguments:**
 
@@ -320,8 +322,8 @@ def _power(steps: _AbstractMomentum, w: Float[Array, "*k"], step) -> Array:
     zero = jnp.zeros_like(w)
     identity = ((zero, zero, zero, zero), (zero, zero))
     count = jnp.where(jnp.isinf(period), 0, period)
-    _, (_, (value, _)), _ = jax.lax.while_loop(
-        lambda carry: carry[0] > 0, body, (count, identity, step)
+    _, (_, (value, _)), _ = forwards_only(
+        jax.lax.while_loop(lambda carry: carry[0] > 0, body, (count, identity, step))
     )
     value = jnp.where(jnp.isnan(value), jnp.inf, value)  # the steps overflowed
     converges = eta * w < jnp.asarray(steps.largest_stable(), w.dtype)

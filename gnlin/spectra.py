@@ -21,7 +21,7 @@ from ._common._tree import matmul, ravel_pytree
 from ._jacobian import AbstractJacobian
 from ._linear_algebra import _lanczos, _nystrom
 from ._linearisation._linearisation import Linearisation
-from ._linearisation._spectrum import Spectrum
+from ._linearisation._spectrum import lift_kernel, lift_singular, Spectrum
 
 
 __all__ = [
@@ -97,10 +97,11 @@ class Eigenpairs(eqx.Module):
         jacobian, s = self._lin.jacobian, jnp.sqrt(self.eigenvalues)
         if _outputs_are_fewer(jacobian):
             project = Partial(matmul, self._vectors)
-            lift = Partial(_lift_outputs, jacobian, self._vectors)
+            lift = Partial(lift_kernel, jacobian.pull_back, self._vectors.T)
         else:
             project = Partial(_project_parameters, jacobian, self._vectors, s)
-            lift = Partial(_lift_parameters, jacobian, self._vectors, s)
+            unravel = Partial(jacobian.domain.unravel)
+            lift = Partial(lift_singular, unravel, s, self._vectors)
         return Spectrum(self.eigenvalues, ravel_pytree(residual)[0], project, lift)
 
     def _inverse_roots(self) -> Float[Array, " k"]:
@@ -354,14 +355,6 @@ def _smaller_side(lin: Linearisation) -> tuple[_lanczos.Product, int, jnp.dtype]
 def _outputs_are_fewer(jacobian: AbstractJacobian) -> bool:
     m, p = jacobian.shape
     return m <= p
-
-
-def _lift_outputs(jacobian, vectors, z):
-    return jacobian.pull_back(matmul(z, vectors))
-
-
-def _lift_parameters(jacobian, vectors, s, z):
-    return jacobian.domain.unravel(matmul(s * z, vectors))
 
 
 def _project_parameters(jacobian, vectors, s, residual):

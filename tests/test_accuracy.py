@@ -35,6 +35,18 @@ def test_two_classes_by_one_output(dtype):
     assert gnlin.losses.accuracy(outputs[:, None], ~targets.astype(bool)[:, None]) == 0.25
 
 
+def test_labels_of_two_classes_by_one_output():
+    outputs = jnp.array([2.0, 2.0, -1.0, jnp.nan])
+    for labels, ignored in (([1, -1, 0, -1], None), ([1, 7, 0, 7], 7)):
+        labels = jnp.array(labels)
+        for given in ((outputs, labels), (outputs[:, None], labels)):
+            assert gnlin.losses.accuracy(*given, ignore_index=ignored) == 1
+        column = outputs[:, None], labels[:, None]
+        assert gnlin.losses.accuracy(*column, ignore_index=ignored) == 1
+    assert gnlin.losses.accuracy(outputs[:3, None], jnp.array([1, 0, 0])) == 2 / 3
+    assert gnlin.losses.accuracy(outputs[:1], jnp.array(1)) == 1
+
+
 def test_sequences_and_ignored_labels():
     outputs, labels = ONE_HOT.reshape(4, 3, 3), CLASSES.reshape(4, 3)
     assert gnlin.losses.accuracy(outputs, labels) == 1
@@ -64,6 +76,11 @@ MISTAKES = {
     ),
     "other classes": (ONE_HOT, jax.nn.one_hot(CLASSES, 5), r"\(12, 3\).*\(12, 5\)"),
     "a label that is none": (ONE_HOT, CLASSES + 1, "between 0 and 2, but one is 3"),
+    "a third class by one output": (
+        ONE_HOT[:, :1],
+        CLASSES,
+        "between 0 and 1, but one is 2",
+    ),
     "one output and labels": (ONE_HOT[:, :1], CLASSES[:3], r"\(12, 1\).*\(3,\)"),
     "several outputs": ({"a": ONE_HOT, "b": ONE_HOT}, CLASSES, "one array of outputs"),
 }

@@ -1416,12 +1416,20 @@ def test_no_error_of_a_start_for_each_data_set_hides_the_shapes():
         gnlin.curve_fit(lambda p, x: p[0] * x + p[1], X, np.ones(7), np.ones(7))
 
 
-@pytest.mark.parametrize("num_train", [5, pytest.param(60, marks=pytest.mark.slow)])
-def test_the_variance_of_predictions(num_train):
+@pytest.mark.parametrize(
+    ("num_train", "dtype"),
+    [
+        (5, jnp.float64),
+        (5, jnp.float32),
+        pytest.param(60, jnp.float64, marks=pytest.mark.slow),
+        pytest.param(60, jnp.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_the_variance_of_predictions(num_train, dtype):
     """Compare on both sides with the formula in dense Jacobians."""
-    model = eqx.nn.MLP(2, 2, 5, 1, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (num_train, 2))
-    new = jax.random.normal(jax.random.key(2), (7, 2))
+    model = eqx.nn.MLP(2, 2, 5, 1, dtype=dtype, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (num_train, 2), dtype)
+    new = jax.random.normal(jax.random.key(2), (7, 2), dtype)
 
     @eqx.filter_jit
     def run(model, x, new):
@@ -1429,10 +1437,13 @@ def test_the_variance_of_predictions(num_train):
         variance = gnlin.predict.predictive_variance(test, train, 0.3, 2.0)
         return variance, train.matrix(), test.matrix()
 
-    found, phi, phi_new = map(np.asarray, run(model, x, new))
+    found, phi, phi_new = run(model, x, new)
+    assert found.dtype == dtype
+    found, phi, phi_new = (np.asarray(a, float) for a in (found, phi, phi_new))
     inverse = np.linalg.inv(phi.T @ phi + 0.3 * np.eye(phi.shape[1]))
     expected = 2.0 * np.diagonal(phi_new @ inverse @ phi_new.T)
-    np.testing.assert_allclose(found.reshape(-1), expected, rtol=1e-9)
+    rtol = 1e-9 if dtype == jnp.float64 else 1e-5
+    np.testing.assert_allclose(found.reshape(-1), expected, rtol=rtol)
     assert found.shape == (7, 2)
 
 

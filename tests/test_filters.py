@@ -227,6 +227,14 @@ def test_heavy_ball_at_periods_that_cannot_be_stepped(period, momentum):
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
+def test_momentum_has_no_reverse_mode():
+    w = jnp.array([0.0, 0.5, 1.5])
+    total = lambda eta: jnp.sum(HeavyBall(10, eta, 0.9)(w))
+    assert np.isfinite(jax.jacfwd(total)(0.05))
+    with pytest.raises(RuntimeError, match=r"no reverse-mode derivative.*`jax.jvp`"):
+        jax.grad(total)(0.05)
+
+
 #
 # Single precision
 #

@@ -435,6 +435,20 @@ def test_the_losses_are_scipys_distributions(name):
     np.testing.assert_allclose(fall, -slope * (tiny[1] - tiny[0])[0], rtol=1e-6)
 
 
+def test_large_overdispersed_counts_in_single_precision():
+    """Beside a count of a million, the third of a failure must not be lost."""
+    count, change = 1e6, np.array([-1.0, -0.1, 0.0, 0.1, 1.0])
+    loss = gnlin.losses.NegativeBinomialNLL(3.0)
+    given = jnp.asarray(np.log(count) + change, jnp.float32)
+    counts = jnp.full(change.size, count, jnp.float32)
+    mean = np.exp(np.asarray(given, float))
+    logpmf = lambda mean: negative_binomial(mean, 3.0).logpmf(count)
+    found = loss.elementwise(given, counts)
+    np.testing.assert_allclose(found, logpmf(count) - logpmf(mean), atol=3e-6)
+    slope = (mean - count) / (1 + 3 * mean)
+    np.testing.assert_allclose(loss.derivative(given, counts), slope, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_the_loss_of_a_limit(dtype):
     """Compare slope and curvature with the scaled complementary error function."""

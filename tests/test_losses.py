@@ -351,6 +351,15 @@ def test_the_curvature_of_a_vectors_length_at_any_length():
     np.testing.assert_allclose(0.5 * np.sum(z[:2] ** 2), 0, atol=1e-300)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_vector_that_is_not_finite_is_no_perfect_fit(wrong):
+    loss = gnlin.losses.Isotropic(gnlin.losses.Huber(DELTA))
+    outputs, target = jnp.array([wrong, 1.0]), jnp.zeros(2)
+    assert not np.isfinite(loss.value(outputs, target))
+    assert not np.isfinite(loss.gradient(outputs, target)).any()
+    assert not loss.decrease(jnp.array([9.0, 9.0]), outputs, target) > 0
+
+
 class TreeOfSquares(gnlin.authoring.AbstractLoss):
     reduction: str = "sum"
 
@@ -794,6 +803,10 @@ def test_a_class_that_is_impossible():
         assert np.all(np.isfinite(loss.value(outputs, target)))
 
 
+# log(1 + exp(-f)) at f = 25 and 25.5
+SMALL = np.log1p(np.exp([-25.0, -25.5]))
+
+
 @every_case
 def test_decrease_is_the_difference_of_values(case):
     pairs = list(examples(case, 4))
@@ -803,6 +816,26 @@ def test_decrease_is_the_difference_of_values(case):
         values = [case.loss.value(f, target) for f in (here, there)]
         fall = case.loss.decrease(here, there, target)
         np.testing.assert_allclose(fall, values[0] - values[1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("loss", "before", "after", "target", "expected"),
+    [
+        (gnlin.losses.PoissonNLL(), -95, 0, 1, 95 - 1),
+        (gnlin.losses.PoissonNLL(), -60, 40, 1, 100 - math.exp(40)),
+        (gnlin.losses.BinomialNLL(9), 25, 25.5, 9, 9 * (SMALL[0] - SMALL[1])),
+        (gnlin.losses.BinomialNLL(9), -25, -25.5, 0, 9 * (SMALL[0] - SMALL[1])),
+    ],
+)
+def test_a_decrease_far_from_the_minimum(loss, before, after, target, expected):
+    given = (jnp.asarray([x], jnp.float32) for x in (before, after, target))
+    np.testing.assert_allclose(loss.decrease(*given), expected, rtol=1e-6)
+
+
+def test_a_certain_label_that_is_right_has_no_loss():
+    outputs, targets = jnp.array([np.inf, -np.inf, np.inf]), jnp.array([1.0, 0.0, 0.0])
+    found = gnlin.SigmoidCrossEntropy().elementwise(outputs, targets)
+    np.testing.assert_array_equal(found, [0, 0, np.inf])
 
 
 @hypothesis.given(three(10), three(10), three(1), st.integers(-14, -1))
@@ -1167,6 +1200,12 @@ def test_redescending_losses(name):
     root = loss.root(outputs, targets)
     np.testing.assert_allclose(root**2, curvature, atol=1e-4)
     assert slope[-1] < 1e-5 * residual[-1]
+
+
+def test_an_outlier_whose_square_overflows():
+    outputs = jnp.asarray([1e20, -1e20], jnp.float32)
+    found = gnlin.losses.Cauchy().elementwise(outputs, jnp.zeros_like(outputs))
+    np.testing.assert_allclose(found, math.log(1e20), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORGETTING)

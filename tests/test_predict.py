@@ -211,6 +211,21 @@ def test_cross_entropy_by_flow():
     np.testing.assert_allclose(pulled, -0.01 * moved, atol=1e-6)
 
 
+def test_flow_in_any_unit():
+    """Huber's loss is squared error here, whose flow has a formula."""
+    rng, unit = np.random.default_rng(0), 1e-8
+    inputs = rng.normal(size=(60, 4)).astype(np.float32)
+    targets = unit * inputs @ [1, -2, 0.5, 3]
+    data = jnp.asarray(inputs), jnp.asarray(targets, jnp.float32)
+    model = lambda w, x: jnp.vdot(w, x), jnp.zeros(4, jnp.float32)
+    loss = gnlin.losses.Huber(10 * unit)
+    found = gnlin.predict.gradient_flow(model, data, loss=loss)(times=0.01)
+    w, v = np.linalg.eigh(inputs.T.astype(float) @ inputs)
+    filtered = v @ np.diag(-np.expm1(-0.01 * w) / w) @ v.T
+    expected = inputs @ filtered @ inputs.T @ targets
+    np.testing.assert_allclose(found, expected, atol=1e-3 * unit)
+
+
 def test_without_memory_the_steps_are_literal():
     model, data = case("wide")
     settings = {"learning_rate": rate(model, data[0]), "momentum": 0.9}
@@ -547,6 +562,42 @@ def test_the_evidence_of_little_noise(noise):
     )
 
 
+def test_the_evidence_of_outputs_whose_squares_nearly_underflow():
+    inputs, unit = jnp.linspace(0, 1, 8, dtype=jnp.float32), 1e-15
+    found = []
+    for size in (1, unit):
+        network = lambda w, x, size=size: size * w[0] * jnp.sin(3 * x * w[1:])
+        targets = size * jnp.sin(2 * inputs)[:, None]
+        model = network, jnp.array([1, 0.5], jnp.float32)
+        posterior = gnlin.predict.posterior(model, (inputs, targets), noise=0.1 * size)
+        tuned = posterior.tuned()
+        found.append([tuned.noise / size, tuned.prior])
+    np.testing.assert_allclose(found[1], found[0], rtol=5e-3)
+
+
+class Scaled(gnlin.authoring.AbstractLoss):
+    scale: float
+    reduction: str | None
+
+    def __init__(self, unit):
+        self.scale = 2 * unit
+        self.reduction = "mean"
+
+    def value(self, outputs, target):
+        return self.scale * gnlin.SigmoidCrossEntropy().value(outputs, target)
+
+
+def test_a_loss_with_its_own_init():
+    """All outputs are 0, where each has the loss 2 log 2 and the curvature 2/4."""
+    inputs = np.random.default_rng(0).normal(size=(20, 3))
+    model = lambda w, x: w @ x, jnp.zeros((1, 3))
+    data = jnp.asarray(inputs), jnp.ones((20, 1))
+    posterior = gnlin.predict.posterior(model, data, loss=Scaled(1.0))
+    log_det = np.linalg.slogdet(np.eye(3) + inputs.T @ inputs / 2)[1]
+    expected = -40 * np.log(2) - log_det / 2
+    assert float(posterior.log_evidence()) == pytest.approx(expected, rel=1e-9)
+
+
 def test_flow_from_where_it_ends():
     """At a minimum the flow does not diverge, however long it lasts."""
     rng = np.random.default_rng(0)
@@ -565,6 +616,30 @@ def test_flow_from_where_it_ends():
         model = outputs, jnp.asarray(weights)
         losses = gnlin.predict.gradient_flow(model, data, loss=loss).loss([1.0, 1e3, 1e6])
         assert losses[-1] == pytest.approx(best.fun, rel=1e-6)
+
+
+def test_descent_from_where_it_ends():
+    """Rounding may raise the loss, but the steps do not diverge."""
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(50, 3)) / 10
+    counts = rng.poisson(1e4, size=50)
+
+    def objective(w):
+        rates = np.exp(9 + inputs @ w)
+        return np.sum(rates - counts * (inputs @ w)), inputs.T @ (rates - counts)
+
+    best = optimize.minimize(objective, np.zeros(3), jac=True, options={"gtol": 1e-6})
+    start = jnp.asarray(best.x + 3e-5, jnp.float32)
+    model = lambda w, x: 9 + jnp.vdot(w, x), start
+    predict = gnlin.predict.gradient_descent(
+        model,
+        (jnp.asarray(inputs, jnp.float32), jnp.asarray(counts)),
+        learning_rate=1e-5,
+        loss=gnlin.losses.PoissonNLL(),
+    )
+    moved = predict(steps=[1, 2, 3, 10, 30, 100])
+    expected = np.tile(9 + inputs @ best.x, (6, 1))
+    np.testing.assert_allclose(moved, expected, atol=1e-4)
 
 
 def test_momentum_may_swing():

@@ -297,7 +297,7 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
 
     def above(least: float, faint=None) -> Spectrum:
         kept = jnp.where(s <= least * sizes, 0, s)
-        lift = Partial(_lift_singular, Partial(jacobian.domain.unravel), kept, vt)
+        lift = Partial(lift_singular, Partial(jacobian.domain.unravel), kept, vt)
         origin = _Origin(jacobian, residual, u if m <= p else vt.T)
         project = Partial(_project_singular, q, u)
         return Spectrum(kept**2, residual, project, lift, origin=origin, faint=faint)
@@ -317,7 +317,7 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
     kernel = jacobian.gram()
     w, u = _largest_first(*_lapack.eigh(kernel))
     w = jnp.where(w <= _rounding(kernel) * w[0], 0, w)
-    lift = Partial(_lift_kernel, jacobian.pull_back, u)
+    lift = Partial(lift_kernel, jacobian.pull_back, u)
     origin = _Origin(jacobian, residual, u)
     return Spectrum(w, residual, Partial(matmul, u.T), lift, lift, origin)
 
@@ -334,7 +334,7 @@ def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> 
             w,
             residual,
             Partial(_project_curvature, phi, v, s),
-            Partial(_lift_singular, Partial(jacobian.domain.unravel), s, v.T),
+            Partial(lift_singular, Partial(jacobian.domain.unravel), s, v.T),
             Partial(_pushed_forward, phi, v),
             _Origin(jacobian, residual, v),
             faint,
@@ -375,11 +375,11 @@ def _project_singular(q, u, residual):
     return matmul(residual if q is None else matmul(residual, q), u)
 
 
-def _lift_singular(unravel, s, vt, z):
+def lift_singular(unravel, s, vt, z):
     return unravel(matmul(vt.T, s * z))
 
 
-def _lift_kernel(pull_back, u, z):
+def lift_kernel(pull_back, u, z):
     return pull_back(matmul(z, u.T))  # batches of z stay in front under `vmap`
 
 

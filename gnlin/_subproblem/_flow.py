@@ -114,8 +114,12 @@ def flow(
         moves = norm(it.velocity) > rounding
         return (it.time < time * (1 - 4 * eps)) & moves & (it.num_steps < _MAX_STEPS)
 
-    # The rounding of the velocity, from the rounding of each output's gradient.
-    sizes = jax.tree.map(lambda f: 1 + jnp.abs(f), problem.outputs)
+    # The rounding of the velocity, from the rounding of each output's gradient g: the
+    # outputs f are known to eps, and so g to about eps (|g| + |H f|).
+    outputs, objective = problem.outputs, problem.objective
+    curved = objective.curvature(outputs)(jax.tree.map(jnp.abs, outputs))
+    gradient = objective.gradient(outputs)
+    sizes = jax.tree.map(lambda g, h: jnp.abs(g) + jnp.abs(h), gradient, curved)
     rounding = _ROUNDINGS * eps * norm(space.pull(sizes))
     velocity = velocity_at(begin)
     size = norm(velocity)

@@ -104,7 +104,7 @@ class OnSpace(AbstractIteration):
     ) -> Float[Array, "s n"]:
         """Evaluate `seen` on the coordinates after each of several numbers of steps, or
         times, in ascending order. Values are NaN if the steps have diverged or, without
-        momentum, have raised the loss."""
+        momentum, have raised the loss by more than its rounding."""
         filter, damping = undamped(filter)
         problem = self.in_space()
         objective, outputs = problem.objective, problem.outputs
@@ -119,18 +119,20 @@ class OnSpace(AbstractIteration):
             return jax.lax.scan(later, start, amounts)[1]
         assert isinstance(filter, Descent)
 
-        def loss(z):
-            return objective.value(_tree.axpy(1, problem.space.push(z), outputs))
+        def has_risen(z):
+            at = _tree.axpy(1, problem.space.push(z), outputs)
+            return ~(objective.decrease(outputs, at) >= -rounding)
 
         def further(start: Descended, period: Scalar):
             end = descend(problem, filter, period, damping, start)
             # Convergent steps without momentum do not raise a convex loss.
             momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
-            worse = ~(loss(end.z) <= at_first) & (momentum == 0)
+            worse = has_risen(end.z) & (momentum == 0)
             return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
 
         problem = problem._replace(first=problem.first_gradient())
-        at_first = objective.value(outputs)
+        loss = objective.value(outputs)
+        rounding = jnp.finfo(loss.dtype).eps ** 0.5 * jnp.abs(loss)
         start = at_rest(problem.space, filter)
         return jax.lax.scan(further, start, amounts)[1]
 

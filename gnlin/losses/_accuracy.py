@@ -18,7 +18,8 @@ def accuracy(
     - `outputs`: the outputs of many examples, with classes along the last axis. With the
         shape `(n, 1)` or `(n,)` there are two classes: positive outputs are the second.
     - `targets`: integer labels, with the outputs' shape without the last axis (one label
-        for each position of a sequence), or probabilities, with the outputs' shape.
+        for each position of a sequence), or probabilities, with the outputs' shape. Where
+        one output stands for two classes, labels may have the outputs' shape too.
     - `ignore_index`: a label that does not count. Negative labels never count.
 
     **Returns:** a number between 0 and 1, or NaN if no target counts, or if the outputs
@@ -42,22 +43,24 @@ def accuracy(
             f"of the shape {outputs.shape[:-1]}, or probabilities of the outputs' shape, "
             f"but are {targets.dtype.name} of the shape {targets.shape}."
         )
-    if probabilities and (outputs.ndim == 1 or outputs.shape[-1] == 1):
-        right = (outputs > 0) == (targets.astype(outputs.dtype) > 0.5)
-        known, counts = ~jnp.isnan(outputs), jnp.ones(outputs.shape, bool)
+    if outputs.shape[-1] == 1 or (probabilities and outputs.ndim == 1):
+        outputs = jnp.stack([jnp.zeros_like(outputs), outputs], axis=-1)
+        targets = targets.reshape(outputs.shape[:-1])
+        if not is_label(targets):
+            targets = (targets.astype(outputs.dtype) > 0.5).astype(int)
+        labels = True
+    likeliest = jnp.argmax(outputs, axis=-1)
+    known = ~jnp.any(jnp.isnan(outputs), axis=-1)
+    counts = jnp.ones(likeliest.shape, bool)
+    if labels:
+        counts = targets >= 0
+        if ignore_index is not None:
+            counts &= targets != ignore_index
+        num_classes = outputs.shape[-1]
+        check_between("labels", jnp.where(counts, targets, 0), 0, num_classes - 1)
+        right = likeliest == targets.astype(likeliest.dtype)
     else:
-        likeliest = jnp.argmax(outputs, axis=-1)
-        known = ~jnp.any(jnp.isnan(outputs), axis=-1)
-        counts = jnp.ones(likeliest.shape, bool)
-        if labels:
-            counts = targets >= 0
-            if ignore_index is not None:
-                counts &= targets != ignore_index
-            num_classes = outputs.shape[-1]
-            check_between("labels", jnp.where(counts, targets, 0), 0, num_classes - 1)
-            right = likeliest == targets.astype(likeliest.dtype)
-        else:
-            own = jnp.take_along_axis(targets, likeliest[..., None], axis=-1)
-            right = own[..., 0] == jnp.max(targets, axis=-1)
+        own = jnp.take_along_axis(targets, likeliest[..., None], axis=-1)
+        right = own[..., 0] == jnp.max(targets, axis=-1)
     right = jnp.where(known, right.astype(float), jnp.nan)
     return jnp.mean(right, where=counts)

@@ -61,11 +61,7 @@ class AbstractLoss(eqx.Module):
 
     def reduced(self, default: Reduction) -> "AbstractLoss":
         """Return the loss with `default` as its reduction if it has none."""
-        if self.reduction is not None:
-            return self
-        return eqx.tree_at(
-            lambda loss: loss.reduction, self, default, is_leaf=lambda x: x is None
-        )
+        return with_reduction(self, default) if self.reduction is None else self
 
     @abc.abstractmethod
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
@@ -177,6 +173,14 @@ def total_of_each(
     """Return the sum over all outputs of `fn(output, new_output, target)`."""
     each = jax.tree.map(fn, outputs, new_outputs, as_outputs(target, outputs))
     return _tree.total(each, _tree.dtype(outputs))
+
+
+def with_reduction(loss: AbstractLoss, reduction: Reduction) -> AbstractLoss:
+    """Return a loss with another reduction, without a call of its `__init__`."""
+    if loss.reduction == reduction:
+        return loss
+    is_none = lambda x: x is None
+    return eqx.tree_at(lambda loss: loss.reduction, loss, reduction, is_leaf=is_none)
 
 
 def check_loss(loss: object) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.scipy.special import xlogy
+from jax.scipy.special import xlog1py
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
@@ -37,21 +37,21 @@ class _Binomial(AbstractElementwiseLoss):
     these successes."""
 
     @abc.abstractmethod
-    def _odds_and_trials(self, output: Array, target: Array) -> tuple[Array, Array]:
-        """Return the log-odds of a success, and the number of trials."""
+    def _odds_and_failures(self, output: Array, target: Array) -> tuple[Array, Array]:
+        """Return the log-odds of a success, and the number of failures."""
 
     def elementwise(self, output: Array, target: Array) -> Array:
-        odds, trials = self._odds_and_trials(output, target)
-        return _value(odds, target, trials)
+        odds, failures = self._odds_and_failures(output, target)
+        return _value(odds, target, failures)
 
     def derivative(self, output: Array, target: Array) -> Array:
-        odds, trials = self._odds_and_trials(output, target)
-        return binomial_slope(odds, target, trials)
+        odds, failures = self._odds_and_failures(output, target)
+        return binomial_slope(odds, target, failures)
 
     def decrease(self, outputs, new_outputs, target) -> Scalar:
         def each(f, g, y):
-            odds, trials = self._odds_and_trials(f, y)
-            return _decrease(odds, g - f, y, trials)
+            odds, failures = self._odds_and_failures(f, y)
+            return _decrease(odds, g - f, y, failures)
 
         return total_of_each(each, outputs, new_outputs, target)
 
@@ -88,13 +88,15 @@ class BinomialNLL(_Binomial):
     trials: Float[Array, "..."] = eqx.field(converter=_as_trials)
     reduction: Reduction | None = None
 
-    def _odds_and_trials(self, output, target):
+    def _trials_of(self, output: Array) -> Array:
         trials = jnp.asarray(self.trials).astype(output.dtype)
-        return output, jnp.broadcast_to(trials, output.shape)
+        return jnp.broadcast_to(trials, output.shape)
+
+    def _odds_and_failures(self, output, target):
+        return output, self._trials_of(output) - target
 
     def root(self, output: Array, target: Array) -> Array:
-        _, trials = self._odds_and_trials(output, target)
-        return jnp.sqrt(trials) * binomial_root(output)
+        return jnp.sqrt(self._trials_of(output)) * binomial_root(output)
 
     def check(self, outputs, targets: PyTree[Array]) -> None:
         super().check(outputs, targets)
@@ -147,30 +149,33 @@ class NegativeBinomialNLL(_Binomial):
         check_scalar("dispersion", self.dispersion)
         check_finite_positive("dispersion", self.dispersion)
 
-    # The likelihood equals the binomial one of y successes among y + 1/alpha trials, with
-    # the log-odds f + log(alpha).
+    # The likelihood equals the binomial one of y successes and 1/alpha failures, with the
+    # log-odds f + log(alpha).
 
-    def _odds_and_trials(self, output, target):
+    def _odds_and_failures(self, output, target):
         alpha = jnp.asarray(self.dispersion, output.dtype)
-        return output + jnp.log(alpha), target + 1 / alpha
+        return output + jnp.log(alpha), 1 / alpha
 
     def root(self, output: Array, target: Array) -> Array:
-        odds, _ = self._odds_and_trials(output, target)
+        odds, _ = self._odds_and_failures(output, target)
         return jnp.sqrt(jax.nn.sigmoid(odds) / self.dispersion)
 
 
-def _value(odds: Array, successes: Array, trials: Array) -> Array:
-    r"""Return $-y\log p - (n - y)\log(1 - p)$ minus its value at $p = y/n$."""
-    failures, safe = trials - successes, jnp.where(trials > 0, trials, 1)
+def _value(odds: Array, successes: Array, failures: Array) -> Array:
+    r"""Return $-y\log p - z\log(1 - p)$ minus its value at $p = y/(y + z)$, for y
+    successes and z failures."""
     of_each = successes * jax.nn.softplus(-odds) + failures * jax.nn.softplus(odds)
-    least = xlogy(successes, successes / safe) + xlogy(failures, failures / safe)
-    return of_each + least
+    return of_each - _least(successes, failures) - _least(failures, successes)
 
 
-def binomial_slope(odds: Array, successes: Array, trials: Array | int) -> Array:
+def _least(number: Array, others: Array) -> Array:
+    """Return -a log(a / (a + b)), also if one is much larger than the other."""
+    return xlog1py(number, others / jnp.where(number > 0, number, 1))
+
+
+def binomial_slope(odds: Array, successes: Array, failures: Array) -> Array:
     """Return the derivative of `_value` with respect to the log-odds."""
-    sigmoid = jax.nn.sigmoid
-    return (trials - successes) * sigmoid(odds) - successes * sigmoid(-odds)
+    return failures * jax.nn.sigmoid(odds) - successes * jax.nn.sigmoid(-odds)
 
 
 def binomial_root(odds: Array) -> Array:
@@ -179,12 +184,15 @@ def binomial_root(odds: Array) -> Array:
     return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
 
 
-def _decrease(odds: Array, change: Array, successes: Array, trials: Array) -> Array:
-    r"""Return $y d - n\log(1 + p(e^d - 1))$, the decrease if log-odds change by d."""
-    near = jnp.abs(change) < 1
+def _decrease(odds: Array, change: Array, successes: Array, failures: Array) -> Array:
+    r"""Return $y d - (y + z)\log(1 + p(e^d - 1))$, the decrease of `_value` if log-odds
+    change by d. For positive log-odds, successes and failures change places."""
+    near, likely = jnp.abs(change) < 1, odds > 0
     small = jnp.where(near, change, 0)
-    closer = successes * small - trials * jnp.log1p(
-        jax.nn.sigmoid(odds) * jnp.expm1(small)
-    )
-    values = _value(odds, successes, trials) - _value(odds + change, successes, trials)
+    small = jnp.where(likely, -small, small)
+    rarer = jnp.where(likely, failures, successes)
+    growth = jnp.log1p(jax.nn.sigmoid(-jnp.abs(odds)) * jnp.expm1(small))
+    closer = rarer * small - (successes + failures) * growth
+    values = _value(odds, successes, failures)
+    values -= _value(odds + change, successes, failures)
     return jnp.where(near, closer, values)

@@ -220,10 +220,11 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
     def elementwise(self, output: Array, target: Array) -> Array:
         # Both terms stay accurate where the other one vanishes.
         wrong = (1 - target) * jnp.maximum(output, 0) - target * jnp.minimum(output, 0)
-        return wrong + jnp.log1p(jnp.exp(-jnp.abs(output)))
+        certain = jnp.isinf(output) & (target == (output > 0).astype(target.dtype))
+        return jnp.where(certain, 0, wrong + jnp.log1p(jnp.exp(-jnp.abs(output))))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return binomial_slope(output, target, 1)
+        return binomial_slope(output, target, 1 - target)
 
     def root(self, output: Array, target: Array) -> Array:
         return binomial_root(output)

@@ -152,14 +152,10 @@ class SoftmaxFactor(AbstractFactor):
     s: Float[Array, "*k c"]
     total: Float[Array, "*k 1"]
 
-    def _relative(self, v: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
-        """Return v minus the component of the likeliest class."""
-        likeliest = jnp.argmax(self.s, axis=-1, keepdims=True)
-        return v - jnp.take_along_axis(v, likeliest, axis=-1)
-
     def _centred(self, v: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
         r"""Return $v - p^\top v$, exact in differences from the likeliest class."""
-        v = self._relative(v)
+        likeliest = jnp.argmax(self.s, axis=-1, keepdims=True)
+        v = v - jnp.take_along_axis(v, likeliest, axis=-1)
         return v - jnp.sum(self.s**2 * v, axis=-1, keepdims=True)
 
     def mv(self, v: Float[Array, "*k c"]) -> Float[Array, "*k c"]:

@@ -111,10 +111,10 @@ class Isotropic(AbstractLoss):
 
 
 def _length(residual: Array, axis: int) -> Array:
-    """Return the 2-norm along an axis, of length 1 in the result. The derivative of the
-    length 0 is 0."""
+    """Return the 2-norm along an axis, of length 1 in the result, or NaN if the residual
+    is not finite. The derivative of the length 0 is 0."""
     unit = jnp.max(jnp.abs(residual), axis=axis, keepdims=True)
     unit = jax.lax.stop_gradient(jnp.where(unit > 0, unit, 1))
     square = jnp.sum((residual / unit) ** 2, axis=axis, keepdims=True)
-    root = jnp.sqrt(jnp.where(square > 0, square, 1))
-    return jnp.where(square > 0, unit * root, 0)
+    root = jnp.sqrt(jnp.where(square == 0, 1, square))
+    return jnp.where(square == 0, 0, unit * root)

@@ -55,7 +55,9 @@ class PoissonNLL(AbstractElementwiseLoss):
     def decrease(self, outputs, new_outputs, target) -> Scalar:
         def each(f, g, y):
             if self.log_input:
-                return y * (g - f) - jnp.exp(f) * jnp.expm1(g - f)
+                near = jnp.abs(g - f) < 1
+                closer = jnp.exp(f) * jnp.expm1(jnp.where(near, g - f, 0))
+                return y * (g - f) - jnp.where(near, closer, jnp.exp(g) - jnp.exp(f))
             valid = (f > 0) & (g > 0)
             change = xlogy(y, g) - xlogy(y, f)
             near = jnp.abs(g - f) < f

@@ -1,9 +1,8 @@
 """Gradient descent and gradient flow on a linearised model, at any number of steps."""
 
-import abc
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -174,21 +173,22 @@ class AbstractPath(eqx.Module):
     _way: Eigenbasis | OnSpace = eqx.field(repr=False)
     _filter: AbstractFilter = eqx.field(repr=False)
 
+    # The filter's field for the number of steps, or the time, and the error if outputs
+    # are not finite after a finite one
+    _amount: ClassVar[str]
+    _failed: ClassVar[str]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(of {self._linearised.train})"
 
-    @abc.abstractmethod
-    def _for(self, filter: AbstractFilter, amount: ScalarLike) -> AbstractFilter:
+    def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
         """Return the filter for this number of steps, or this time."""
 
-    @abc.abstractmethod
-    def _failed(self, amount: str) -> str:
-        """Return the error for outputs that are not finite after a finite `amount`."""
+        def field(filter):
+            inner = filter.filter if isinstance(filter, Damped) else filter
+            return getattr(inner, self._amount)
 
-    def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
-        if isinstance(self._filter, Damped):
-            return Damped(self._for(self._filter.filter, amount), self._filter.damping)
-        return self._for(self._filter, amount)
+        return eqx.tree_at(field, self._filter, amount)
 
     def _outputs(self, on: Linearisation, amounts: np.ndarray) -> PyTree[Array]:
         """Return the outputs, with a leading axis if `amounts` have one."""
@@ -198,8 +198,8 @@ class AbstractPath(eqx.Module):
         if not finite:
             bad = ~np.isfinite(np.asarray(changes)).all(axis=1)
             first = amounts.ravel()[bad].min()
-            failed = self._failed(f"{first:g}") if np.isfinite(first) else _NO_LIMIT
-            raise ValueError(failed)
+            failed = self._failed if np.isfinite(first) else _NO_LIMIT
+            raise ValueError(failed.format(f"{first:g}"))
         changes = changes.astype(_tree.dtype(on.outputs))
         unravel = on.jacobian.codomain.unravel
         moved = lambda change: jax.tree.map(jnp.add, on.outputs, unravel(change))
@@ -215,6 +215,11 @@ class AbstractPath(eqx.Module):
 class Descent(AbstractPath):
     """A linearised model under gradient descent; made by
     [`gnlin.predict.gradient_descent`][]."""
+
+    _amount: ClassVar[str] = "period"
+    _failed: ClassVar[str] = (
+        "Gradient descent diverged by step {}: lower the learning rate, or add `damping`."
+    )
 
     def __call__(
         self, inputs: PyTree[ArrayLike] | None = None, steps: ArrayLike | list = math.inf
@@ -237,19 +242,16 @@ class Descent(AbstractPath):
         """Return the loss after some numbers of steps, on the training or other data."""
         return self._loss(data, _amounts("steps", steps))
 
-    def _for(self, filter, amount):
-        return eqx.tree_at(lambda f: f.period, filter, amount)
-
-    def _failed(self, amount):
-        return (
-            f"Gradient descent diverged by step {amount}: lower the learning rate, or "
-            "add `damping`."
-        )
-
 
 class Flow(AbstractPath):
     """A linearised model under gradient flow; made by
     [`gnlin.predict.gradient_flow`][]."""
+
+    _amount: ClassVar[str] = "time"
+    _failed: ClassVar[str] = (
+        "Gradient flow could not be solved up to the time {}: pass shorter times or "
+        "`math.inf`, or add `damping`."
+    )
 
     def __call__(
         self, inputs: PyTree[ArrayLike] | None = None, times: ArrayLike | list = math.inf
@@ -262,15 +264,6 @@ class Flow(AbstractPath):
     def loss(self, times: ArrayLike | list = math.inf, data: Any = None) -> Array:
         """Return the loss after some times, on the training or other data."""
         return self._loss(data, _amounts("times", times))
-
-    def _for(self, filter, amount):
-        return eqx.tree_at(lambda f: f.time, filter, amount)
-
-    def _failed(self, amount):
-        return (
-            f"Gradient flow could not be solved up to the time {amount}: pass shorter "
-            "times or `math.inf`, or add `damping`."
-        )
 
 
 def _way(

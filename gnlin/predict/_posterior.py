@@ -1,6 +1,5 @@
 """The posterior of a linearised model's outputs, and the evidence."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from .._common._checks import check_finite_positive, check_scalar, is_whole
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._training._solution import Solution
 from ..losses import AbstractLoss, SigmoidCrossEntropy, SoftmaxCrossEntropy, SquaredError
-from ..losses._base import check_loss
+from ..losses._base import check_loss, with_reduction
 from ._eigenbasis import Eigenbasis
 from ._gaussian import Gaussian
 from ._kronecker import Kronecker
@@ -150,7 +149,7 @@ def posterior(
     prior = 1.0 if prior is None else prior
     _check_deviation("prior", prior)
     # The likelihood sums over all examples, however the loss was reduced in training.
-    loss = dataclasses.replace(loss, reduction="sum")
+    loss = with_reduction(loss, "sum")
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero, about, moves
     )
@@ -384,8 +383,10 @@ def _predicted(posterior: Posterior, inputs: PyTree | None) -> Gaussian:
 def _tuned(posterior: Posterior) -> Posterior:
     w = posterior._basis.eigenvalues
     largest = jnp.where(jnp.max(w) > 0, jnp.max(w), 1)
-    eps = jnp.finfo(w.dtype).eps
-    ends = jnp.log(eps**2 * largest), jnp.log(_BEYOND * largest)
+    info, of_largest = jnp.finfo(w.dtype), jnp.log(largest)
+    # The products themselves may underflow.
+    least = jnp.maximum(2 * math.log(info.eps) + of_largest, math.log(info.tiny))
+    ends = least, math.log(_BEYOND) + of_largest
 
     def finer(_, ends):
         low, high = ends

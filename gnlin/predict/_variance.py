@@ -56,8 +56,10 @@ def predictive_variance(
     m, p = train.shape
 
     def whitened(square, sides):
-        damped = square + jnp.asarray(damping, square.dtype) * jnp.eye(len(square))
-        factor = jnp.linalg.cholesky(damped.astype(square.dtype))
+        identity = jnp.eye(len(square), dtype=square.dtype)
+        factor = jnp.linalg.cholesky(
+            square + jnp.asarray(damping, square.dtype) * identity
+        )
         half = jax.scipy.linalg.solve_triangular(factor, sides, lower=True)
         return jnp.sum(half**2, axis=0)
 
