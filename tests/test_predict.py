@@ -577,7 +577,7 @@ def test_the_evidence_of_outputs_whose_squares_nearly_underflow():
 
 class Scaled(gnlin.authoring.AbstractLoss):
     scale: float
-    reduction: str | None
+    reduction: str | None = eqx.field(static=True)
 
     def __init__(self, unit):
         self.scale = 2 * unit

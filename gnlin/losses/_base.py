@@ -1,6 +1,7 @@
 """The interface of losses: value, gradient and a factor of the Hessian."""
 
 import abc
+import copy
 from collections.abc import Callable
 from typing import ClassVar, get_args, Literal
 
@@ -176,11 +177,11 @@ def total_of_each(
 
 
 def with_reduction(loss: AbstractLoss, reduction: Reduction) -> AbstractLoss:
-    """Return a loss with another reduction, without a call of its `__init__`."""
-    if loss.reduction == reduction:
-        return loss
-    is_none = lambda x: x is None
-    return eqx.tree_at(lambda loss: loss.reduction, loss, reduction, is_leaf=is_none)
+    """Return a loss with another reduction, also if it has its own `__init__` or a static
+    field."""
+    loss = copy.copy(loss)
+    object.__setattr__(loss, "reduction", reduction)  # a module is frozen
+    return loss
 
 
 def check_loss(loss: object) -> None:
