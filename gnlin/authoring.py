@@ -6,7 +6,8 @@
 - **A loss** is a subclass of `AbstractElementwiseLoss`, or of `AbstractLoss` with a
     factor of its Hessian.
 - **An objective** is a loss on a batch of targets, with its quadratic expansion.
-- **A way to solve** the linearised problem is a subclass of `AbstractSubproblem`.
+- **A way to solve** the linearised problem is a subclass of `AbstractMethod`, for the
+    argument `method` of solvers. All ways are subproblems, an `AbstractSubproblem`.
 """
 
 from ._common._passes import Passes
@@ -14,7 +15,7 @@ from ._jacobian import AbstractJacobian
 from ._linearisation._objective import AbstractObjective, BatchLoss, SumOfSquares
 from ._linearisation._quadratic import Quadratic
 from ._solver import AbstractFilteredGaussNewton, AbstractGaussNewton, take_step, Update
-from ._subproblem import AbstractSubproblem, Answer, choose
+from ._subproblem import AbstractMethod, AbstractSubproblem, Answer, choose
 from .losses import AbstractElementwiseLoss, AbstractLoss
 from .losses._factors import AbstractFactor, DenseFactor, DiagonalFactor
 
@@ -26,6 +27,7 @@ __all__ = [
     "AbstractGaussNewton",
     "AbstractJacobian",
     "AbstractLoss",
+    "AbstractMethod",
     "AbstractObjective",
     "AbstractSubproblem",
     "Answer",

@@ -1,5 +1,6 @@
 """User-defined solvers, as in the documentation's example."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
+from jax.flatten_util import ravel_pytree
 from problems import as_jax, sines, sines_data, sines_numpy
 
 import gnlin
@@ -207,6 +209,40 @@ def test_mistakes_in_a_solver_of_ones_own(solver, said):
     x = jnp.linspace(0.0, 1.0, 5)
     with pytest.raises((TypeError, ValueError), match=said):
         gnlin.solve((exponential, jnp.ones(2)), (x, x), solver, max_steps=2)
+
+
+class Dense(gnlin.authoring.AbstractMethod):
+    """As in its docstring."""
+
+    @classmethod
+    def of(cls, problem, cost):
+        return cls(problem.at_hand(), cost.rows)
+
+    def solve(self, filter):
+        curvature = self.problem.jacobian.curvature()
+        damped = curvature + filter.damping * jnp.eye(len(curvature))
+        gradient, unravel = ravel_pytree(self.gradient())
+        return gnlin.authoring.Answer(unravel(-jnp.linalg.solve(damped, gradient)))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        functools.partial(gnlin.DampedGaussNewton, 0.1),
+        functools.partial(gnlin.LevenbergMarquardt, damping=0.1),
+    ],
+)
+def test_a_method_of_ones_own(solver):
+    x = jnp.linspace(0.0, 1.0, 9)
+    model = exponential, jnp.ones(2)
+    found, expected = (
+        gnlin.solve(model, (x, jnp.sin(x)), solver(method=method), max_steps=5)
+        for method in (Dense, "curvature")
+    )
+    np.testing.assert_allclose(found.model[1], expected.model[1], rtol=1e-9)
+    assert found.stats == expected.stats
+    with pytest.raises(ValueError, match="'Dense' cannot be used for `PseudoInverse`"):
+        gnlin.solve(model, (x, x), gnlin.GaussNewton(method=Dense))
 
 
 def test_a_filter_that_is_nan_at_zero():

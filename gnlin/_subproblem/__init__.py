@@ -1,6 +1,7 @@
 """Ways to solve the linearised problem, and the choice of the cheapest."""
 
 from ._base import (
+    AbstractMethod as AbstractMethod,
     AbstractSubproblem as AbstractSubproblem,
     AbstractWay as AbstractWay,
     Answer as Answer,

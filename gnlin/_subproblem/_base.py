@@ -198,9 +198,32 @@ class AbstractWay(AbstractSubproblem):
         return filter.damping
 
 
-class AbstractWithGradient(AbstractWay):
-    """A way that computes the gradient by one product, and keeps it."""
+class AbstractMethod(AbstractWay):
+    """A way to solve the linearised problem that computes the gradient by one product.
 
+    A way of your own defines `of` and `solve`, and is passed as a class, as in
+    `gnlin.DampedGaussNewton(0.1, method=Dense)`. By default it is for damped quadratic
+    problems. If a loss is not squared error, its gradient has a part `problem.rest`,
+    which `gradient()` includes and the residual does not.
+
+    !!! example
+
+        ```python
+        class Dense(gnlin.authoring.AbstractMethod):
+            @classmethod
+            def of(cls, problem, cost):
+                return cls(problem.at_hand(), cost.rows)
+
+            def solve(self, filter):
+                curvature = self.problem.jacobian.curvature()
+                damped = curvature + filter.damping * jnp.eye(len(curvature))
+                gradient, unravel = jax.flatten_util.ravel_pytree(self.gradient())
+                step = unravel(-jnp.linalg.solve(damped, gradient))
+                return gnlin.authoring.Answer(step)
+        ```
+    """
+
+    problem: Any
     passes: Passes
     _gradient: PyTree[Array]
     gradient_norm: Scalar
@@ -220,7 +243,7 @@ class AbstractWithGradient(AbstractWay):
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()
 
-    def with_residual(self, residual: PyTree[Array]) -> "AbstractWithGradient":
+    def with_residual(self, residual: PyTree[Array]) -> "AbstractMethod":
         problem = self.problem.with_residual(residual)
         gradient = problem.gradient()
         passes = Passes(vjps=problem.jacobian.a_product().vjps)

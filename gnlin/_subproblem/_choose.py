@@ -42,6 +42,7 @@ MethodName = Literal[
 ]
 Method = (
     MethodName
+    | type[AbstractWay]
     | MixedPrecision
     | NystromKernel
     | AbstractPreconditioner
@@ -83,7 +84,7 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
     - `damped`: whether the solver's problems are damped.
     - `also`: further names, for a solver that does not take lineax's solvers.
     """
-    if damped and isinstance(method, _DAMPED_OBJECTS):
+    if (damped and isinstance(method, _DAMPED_OBJECTS)) or _is_own(method):
         return
     if not also and isinstance(method, lx.AbstractLinearSolver):
         return
@@ -102,6 +103,11 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
             f"`method` must be one of {', '.join(map(repr, methods))}{others} here, but "
             f"{method!r} was given."
         )
+
+
+def _is_own(method: Any) -> bool:
+    """Whether a method is a way of the user's own."""
+    return isinstance(method, type) and issubclass(method, AbstractWay)
 
 
 def check_form(form: str, method: Any) -> None:
@@ -148,7 +154,8 @@ def choose(
     - `num_trials`: the approximate number of filters it will be solved for.
     - `method`: `"auto"` for the cheapest way, or the name of a way; a
         [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][] or one of
-        [`gnlin.preconditioners`][]; or a solver of lineax.
+        [`gnlin.preconditioners`][]; a solver of lineax; or a
+        [`gnlin.authoring.AbstractMethod`][] of your own.
 
     **Returns:** a [`gnlin.authoring.AbstractSubproblem`][].
 
@@ -156,7 +163,7 @@ def choose(
     `"auto"` finds no way within the memory budget.
     """
     way = way_of(problem, filter, num_trials, method)
-    settings = () if isinstance(method, str) else (method,)
+    settings = () if isinstance(method, str | type) else (method,)
     return way.of(problem, problem.jacobian.cost(), *settings)
 
 
@@ -164,11 +171,11 @@ def way_of(
     problem: Quadratic | ProxLinear, filter: Filter, num_trials: int, method: Any
 ) -> type[AbstractWay]:
     """Return the class of the way that `choose` takes."""
-    for kind, way in _OBJECTS:
-        if isinstance(method, kind):
-            if not way.fits(problem, filter):
-                raise does_not_serve(way.method, filter)
-            return way
+    chosen = [way for kind, way in _OBJECTS if isinstance(method, kind)]
+    for way in [method] if _is_own(method) else chosen:
+        if not way.fits(problem, filter):
+            raise does_not_serve(getattr(way, "method", way.__name__), filter)
+        return way
     serving = [way for way in WAYS if way.fits(problem, filter)]
     if method != "auto":
         asked = [way for way in serving if way.method == method]

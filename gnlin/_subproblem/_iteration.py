@@ -15,7 +15,7 @@ from .._common._passes import Passes
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow, PseudoInverse, Tikhonov
 from ._base import (
-    AbstractWithGradient,
+    AbstractMethod,
     Answer,
     Descent,
     does_not_serve,
@@ -28,7 +28,7 @@ from ._flow import flow
 from ._spaces import Linearised
 
 
-class AbstractIteration(AbstractWithGradient):
+class AbstractIteration(AbstractMethod):
     """A way that iterates: to a tolerance, for K literal steps, or along a flow.
 
     - `tolerance`: the tolerance of a damped solution; `None` for an exact one.

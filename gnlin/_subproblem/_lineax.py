@@ -14,7 +14,7 @@ from .._jacobian import AbstractJacobian, Cost, plain_operator
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractWithGradient, Answer
+from ._base import AbstractMethod, Answer
 
 
 # Solvers of square systems, which are given the normal equations.
@@ -23,7 +23,7 @@ _SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
 _DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
 
 
-class ByLineax(AbstractWithGradient):
+class ByLineax(AbstractMethod):
     r"""One least-squares problem, with $\sqrt\lambda I$ below $\phi$: the step minimises
     $\lVert\phi\delta + r\rVert^2 + \lVert\sqrt\lambda\,\delta +
     g_0/\sqrt\lambda\rVert^2$."""

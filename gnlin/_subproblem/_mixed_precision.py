@@ -17,7 +17,7 @@ from .._jacobian import AtHand, Cost
 from .._linear_algebra._conjugate_gradients import conjugate_gradients, semidefinite
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import AbstractWithGradient, Answer
+from ._base import AbstractMethod, Answer
 from ._cholesky import Solved, through_outputs
 
 
@@ -84,7 +84,7 @@ class MixedPrecision(eqx.Module):
         return accepted if self.tolerance is None else self.tolerance
 
 
-class Refined(AbstractWithGradient):
+class Refined(AbstractMethod):
     r"""The step of `OnOutputs`, $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, refined
     from a factorisation in a lower precision."""
 

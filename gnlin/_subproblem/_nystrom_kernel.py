@@ -16,7 +16,7 @@ from .._jacobian import AtHand, Cost, Rows
 from .._linear_algebra import _nystrom
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import AbstractWithGradient, Answer
+from ._base import AbstractMethod, Answer
 from ._cholesky import Solved, through_outputs
 
 
@@ -74,7 +74,7 @@ class NystromKernel(eqx.Module):
         check_whole("seed", self.seed)
 
 
-class OfLowRank(AbstractWithGradient):
+class OfLowRank(AbstractMethod):
     r"""The step by $\hat K = UWU^\top$, for which $(\hat K + \lambda I)^{-1} =
     U(W + \lambda I)^{-1}U^\top + \frac1\lambda(I - UU^\top)$."""
 

@@ -19,7 +19,7 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
-from ._base import AbstractWithGradient, Answer, price_of_squaring
+from ._base import AbstractMethod, Answer, price_of_squaring
 from ._cholesky import solve_damped
 from ._sparse import parts_of
 
@@ -87,7 +87,7 @@ def _eliminating(array: int, reads: Sequence[Reads], num_kept: int) -> Eliminati
     )
 
 
-class SchurComplement(AbstractWithGradient):
+class SchurComplement(AbstractMethod):
     r"""The damped step by a Schur complement. With the eliminated parameters last, and a
     block-diagonal $V$ with one block for each row of their array,
 

@@ -20,7 +20,7 @@ from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, StackedBlo
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import AbstractWithGradient, Answer, price_of_squaring
+from ._base import AbstractMethod, Answer, price_of_squaring
 
 
 # Least seconds for an entry of the system, as in graphs that are nearly chains.
@@ -29,7 +29,7 @@ _ENTRY = 7e-8
 _OPERATION = 2e-9
 
 
-class SparseLU(AbstractWithGradient):
+class SparseLU(AbstractMethod):
     r"""The damped step by a sparse factorisation. With the unknown
     $u = -(r + \phi\,\delta)$ besides the step, the system contains the entries of the
     Jacobian, and no products of them:
