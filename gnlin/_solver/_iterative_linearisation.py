@@ -47,7 +47,9 @@ from ._stepping import take_step
 from ._termination import STANDS_STILL
 
 
-DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
+DescentMethod = Literal[
+    "auto", "svd", "eigh", "eigh-first", "kernel", "matrix-free", "flow"
+]
 
 
 # From here on not all whole numbers are doubles. More steps than the second number
