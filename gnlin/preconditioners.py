@@ -69,8 +69,8 @@ class Nystrom(AbstractPreconditioner):
 
     It pays if few eigenvalues are large, the others are below the damping or of similar
     size, and the subproblem is solved to a small tolerance. It does not pay if a few
-    iterations suffice. It takes `rank` products with $\phi$ and with $\phi^\top$, and
-    stores p x `rank` numbers.
+    iterations suffice. It takes `rank` products with $\phi$ and with $\phi^\top$, as many
+    at once as fit in the memory budget, and stores p x `rank` numbers.
 
     **Arguments:**
 
@@ -107,7 +107,7 @@ class Nystrom(AbstractPreconditioner):
         def product(v):
             return ravel_pytree(jacobian.curvature_mv(unravel(v)))[0]
 
-        products = jax.vmap(product, 1, 1)
+        products = lambda matrix: jacobian.chunked(product, matrix.T).T
         u, eigenvalues = _nystrom.eigenpairs(products, p, rank, self.seed, dtype)
 
         # Equation (1.3).
@@ -132,8 +132,9 @@ class BlockDiagonal(AbstractPreconditioner):
     otherwise each of its entries is one. It pays if parameters in different blocks have
     nearly independent effects of very different scale, such as features in different
     units. For networks with hidden layers it rarely pays, nor if the damping hides the
-    scales. It takes as many passes as the dense Jacobian, some examples at a time, and
-    stores p numbers times the size of a block.
+    scales. It takes as many passes as the dense Jacobian, some examples or outputs at a
+    time (forward mode makes the whole Jacobian), and stores p numbers times the size of a
+    block.
 
     **Arguments:**
 
@@ -158,7 +159,7 @@ class BlockDiagonal(AbstractPreconditioner):
             return [
                 block.row_grams()
                 if leaf.shape[:1] == shape[:1]
-                else Rows(block.rows().reshape(-1, *shape)).row_grams()
+                else Rows(block.rows().reshape(block.num_rows, *shape)).row_grams()
                 for block, leaf, shape in zip(blocks, domain.leaves, shapes, strict=True)
             ]
 

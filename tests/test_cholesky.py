@@ -9,6 +9,7 @@ import pytest
 from problems import each_pair
 
 import gnlin
+from gnlin._subproblem._prox_linear import ProxLinear
 
 
 FILTER = gnlin.filters.Tikhonov(0.3)
@@ -110,3 +111,35 @@ def test_a_filter_without_damping_is_refused_by_the_methods_name(method):
     ready = gnlin.authoring.choose(problem((7, 3)), FILTER, method=method)
     with pytest.raises(ValueError, match=f"{method!r} cannot be used for `GradientFlow`"):
         ready.solve(gnlin.filters.GradientFlow(1.0))
+
+
+@pytest.mark.parametrize(
+    "method", ["kernel", "curvature", "svd", "matrix-free", "prox-linear"]
+)
+def test_the_curvature_along_the_gradient_in_any_units(method):
+    """The squares of the gradient under- or overflow in single precision."""
+    a, b = (jnp.asarray(x, jnp.float32) for x in numbers((7, 3)))
+
+    def along(b, scale):
+        lin = gnlin.linearise(lambda y, _: scale * (a @ y + b), jnp.zeros_like(a[0]))
+        objective = gnlin.authoring.SumOfSquares()
+        if method == "prox-linear":
+            problem = ProxLinear(lin.jacobian, lin.outputs, objective)
+            ready = gnlin.authoring.choose(problem, FILTER, method="matrix-free")
+        else:
+            ready = gnlin.authoring.choose(objective.expand(lin), FILTER, method=method)
+        return ready.curvature_along_gradient() / scale / scale
+
+    def formula(b):
+        gradient = a.T @ b
+        return jnp.sum((a @ gradient) ** 2) / jnp.sum(gradient**2)
+
+    found = jax.jit(jax.value_and_grad(along))
+    value, derivative = formula(b), jax.grad(formula)(b)
+    for scale in (1e-12, 1.0, 1e12):
+        here, slope = found(b, jnp.float32(scale))
+        np.testing.assert_allclose(here, value, rtol=1e-4)
+        np.testing.assert_allclose(slope, derivative, rtol=1e-3, atol=1e-4)
+    here, slope = found(0 * b, jnp.float32(1))
+    assert here == 0
+    np.testing.assert_array_equal(slope, np.zeros(7))

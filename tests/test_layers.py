@@ -175,7 +175,8 @@ def test_long_rows_are_summed_over_slices(num_columns, monkeypatch):
     monkeypatch.setattr(_rows, "_LONG", 9)
     monkeypatch.setattr(_rows, "_SLICE", 4)
     rows = np.random.default_rng(0).normal(size=(3, num_columns))
-    gram = Rows(jnp.asarray(rows)).gram()
+    block = Rows(jnp.asarray(rows))
+    gram = block.gram_with(block)
     np.testing.assert_allclose(gram, rows @ rows.T, rtol=1e-13, atol=1e-13)
 
 
@@ -599,7 +600,7 @@ def test_products_of_layers_are_in_full_precision():
     products = {
         "pull_back": (layer.pull_back, jnp.ones(6)),
         "push_forward": (layer.push_forward, jnp.ones((4, 6))),
-        "gram": (lambda _: layer.gram(), jnp.ones(1)),
+        "gram": (lambda _: layer.gram_with(layer), jnp.ones(1)),
         "rows": (lambda _: layer.rows(), jnp.ones(1)),
         "squared_columns": (lambda rows: Rows(rows).squared_columns(), jnp.ones((6, 3))),
     }

@@ -455,3 +455,25 @@ def test_conjugate_gradients_that_cannot_converge_have_a_limit():
     default = gnlin.LevenbergMarquardt(method="matrix-free")
     precise = gnlin.LevenbergMarquardt(method="matrix-free", tolerance=1e-6)
     assert iterations_a_trial(default, 40) <= 300 < iterations_a_trial(precise, 12)
+
+
+def test_any_units_by_products_alone():
+    """In single precision, squares of the gradient under- or overflow."""
+    x = jnp.linspace(0.0, 3.0, 30, dtype=jnp.float32)
+    two, noise = jnp.float32(2), jnp.float32(0.1) * jnp.sin(9 * x)
+    solver = gnlin.LevenbergMarquardt(
+        damping=gnlin.damping.Nielsen(), method="matrix-free"
+    )
+
+    @jax.jit
+    def fit(scale):
+        def fn(y, _):
+            curve = y[0] * jnp.exp(-y[1] * x) - two * jnp.exp(-x / two)
+            return scale * (curve + noise)
+
+        start = jnp.array([0.1, 3.0], jnp.float32)
+        return optx.least_squares(fn, solver, start, max_steps=100, throw=False).value
+
+    known = fit(jnp.float32(1))
+    for scale in (1e-12, 1e10):
+        np.testing.assert_allclose(fit(jnp.float32(scale)), known, rtol=1e-4)

@@ -20,7 +20,7 @@ from problems import (
 
 import gnlin
 from gnlin import linearise, PerExample
-from gnlin._jacobian import _of_examples, _program, ByPasses
+from gnlin._jacobian import _of_examples, _program, ByPasses, ScaledColumns, Stacked
 from gnlin._jacobian._at_hand import AtHand
 from gnlin._subproblem import choose
 from gnlin.authoring import Quadratic
@@ -597,3 +597,63 @@ def test_auxiliary_data_of_each_example():
     expected = dense_jacobian(lambda y, x: fn(y, x)[0], y, x)
     np.testing.assert_allclose(lin.matrix(), expected, rtol=1e-12)
     np.testing.assert_allclose(lin.kernel(), expected @ expected.T, rtol=1e-12)
+
+
+def scaled(lin):
+    scale = jax.tree.map(lambda x: jnp.full_like(x, 2), lin.point)
+    return ScaledColumns.of(lin.jacobian, scale)
+
+
+def inverses(lin):
+    inverse = gnlin.preconditioners.BlockDiagonal(1).inverse(lin.jacobian, 1.0)
+    return ravel_pytree(inverse.mv(jax.tree.map(jnp.ones_like, lin.point)))[0]
+
+
+# By name: what is computed from linearisations of all residuals and of some of them, and
+# the same from their Jacobians in NumPy.
+WITHIN_BUDGET = {
+    "kernel of two": (lambda lin, some: some.kernel(lin), lambda a, b: b @ a.T),
+    "scaled kernel": (lambda lin, _: scaled(lin).gram(), lambda a, _: a @ a.T / 4),
+    "stacked kernel": (
+        lambda lin, _: Stacked({"one": lin.jacobian}).gram(),
+        lambda a, _: a @ a.T,
+    ),
+    "norms of rows": (
+        lambda lin, _: lin.jacobian.squared_rows(),
+        lambda a, _: (a**2).sum(axis=1),
+    ),
+    "block diagonal": (
+        lambda lin, _: inverses(lin),
+        lambda a, _: 1 / (1 + (a**2).sum(axis=0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WITHIN_BUDGET))
+def test_jacobians_by_passes_stay_within_the_memory_budget(name):
+    """Each of four arrays fits in the budget, but not two of them."""
+    compute, expected = WITHIN_BUDGET[name]
+    y = {k: jnp.linspace(0.1, 0.2, 500) + 0.1 * i for i, k in enumerate("abcd")}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(300, 2)))
+    rows = 300 * 2000 * 8
+
+    def fn(y, x):
+        inner = x[:, 0] * (y["a"] @ y["c"]) + x[:, 1] * jnp.sum(y["b"] * y["d"] ** 2)
+        return jnp.tanh(inner / 100)
+
+    def both(y, x, **budget):
+        return [linearise(fn, y, part, **budget) for part in (x, x[:50])]
+
+    run = jax.jit(lambda y, x: compute(*both(y, x, memory_budget=int(0.3 * rows))))
+    compiled = run.lower(y, x).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 0.5 * rows
+    matrices = [np.asarray(lin.matrix()) for lin in both(y, x)]
+    np.testing.assert_allclose(compiled(y, x), expected(*matrices), rtol=1e-9)
+
+
+def test_passes_of_a_scaled_kernel_beyond_the_memory_budget():
+    y = {k: jnp.ones(100) for k in "ab"}
+    lin = linearise(lambda y, _: jnp.sin(y["a"][:9] * y["b"][:9]), y, memory_budget=9000)
+    assert scaled(lin).cost().gram == gnlin.authoring.Passes(9, 9)

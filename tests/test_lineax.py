@@ -181,3 +181,18 @@ def test_qr_in_single_precision():
     fit = optx.least_squares(lambda y, _: matrix @ (y - ones), solver, 0 * ones)
     assert fit.value.dtype == jnp.float32
     np.testing.assert_allclose(fit.value, ones, atol=1e-5)
+
+
+def test_no_damping_and_a_rest_of_zero():
+    matrix, b = (np.random.default_rng(0).normal(size=n) for n in ((6, 3), 6))
+
+    @jax.jit
+    def step(rest):
+        lin = gnlin.linearise(lambda y, _: jnp.asarray(matrix) @ y + b, jnp.zeros(3))
+        problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs, rest)
+        undamped = gnlin.filters.Tikhonov(0.0)
+        ready = gnlin.authoring.choose(problem, undamped, method=lx.SVD())
+        return ready.solve(undamped).step
+
+    expected = np.linalg.lstsq(matrix, -b)[0]
+    np.testing.assert_allclose(step(jnp.zeros(3)), expected, rtol=1e-10)

@@ -268,3 +268,34 @@ def test_without_damping_a_null_space_is_not_entered_far(preconditioner):
 def test_bad_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_nystrom_takes_its_products_within_the_memory_budget(monkeypatch):
+    chunks, original = [], jax.lax.map
+
+    def spy(fn, xs, *, batch_size):
+        chunks.append(batch_size)
+        return original(fn, xs, batch_size=batch_size)
+
+    monkeypatch.setattr(jax.lax, "map", spy)
+    residual, y, args = problem()
+    lin, small = (
+        gnlin.linearise(residual, y, args, memory_budget=budget) for budget in (2**31, 1)
+    )
+    expected, found = (dense_inverse(Nystrom(5), each, 1e-3) for each in (lin, small))
+    assert chunks == [1]
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_block_diagonal_with_empty_arrays():
+    matrix = np.random.default_rng(0).normal(size=(7, 3))
+    y = {
+        "a": jnp.ones(3),
+        "b": jnp.zeros(0),
+        "c": jnp.zeros((0, 2)),
+        "d": jnp.ones((3, 0)),
+    }
+    fn = lambda y, a: a @ y["a"] + y["b"].sum() + y["c"].sum() + y["d"].sum()
+    lin = gnlin.linearise(fn, y, jnp.asarray(matrix))
+    expected = np.linalg.inv(matrix.T @ matrix + 0.1 * np.eye(3))
+    np.testing.assert_allclose(dense_inverse(BlockDiagonal(), lin, 0.1), expected)

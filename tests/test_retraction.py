@@ -323,3 +323,23 @@ def test_a_retraction_may_hold_arrays():
     solver = gnlin.LevenbergMarquardt(retraction=eqx.Partial(moved, jnp.array(0.5)))
     fit = optx.least_squares(lambda y, _: y**2 - 2, solver, jnp.ones(3))
     np.testing.assert_allclose(fit.value, 2**0.5 * np.ones(3), rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_a_row"),
+    [
+        (lambda row, step: (row + step) / jnp.linalg.norm(row + step), True),
+        (lambda row, step: row + step - jnp.mean(step), True),
+        (lambda x, d: jnp.mod(x + d, 2 * jnp.pi), False),
+        (lambda x, d: jnp.where(d > 0, x * jnp.exp(d), x + jnp.asarray(1.0) * d), False),
+        (lambda x, d: x + jax.lax.cond(d > 0, jnp.sin, jnp.tanh, d), False),
+    ],
+)
+def test_a_row_and_entries_are_told_apart(fn, is_a_row):
+    row, step = jnp.array([0.36, 0.48, 0.8]), jnp.array([0.3, -0.2, 0.1])
+    retraction = Retraction.of(fn, row)
+    assert retraction.whole == [is_a_row]
+    one_by_one = [fn(x, d) for x, d in zip(row, step, strict=True)]
+    expected = fn(row, step) if is_a_row else one_by_one
+    np.testing.assert_allclose(retraction.moved(row, step), expected, rtol=1e-12)
+    assert retraction.flaw(row) == "" or not is_a_row

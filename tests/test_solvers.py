@@ -235,7 +235,7 @@ def test_squares_that_underflow_are_no_success(solver):
     def tiny(y, args):
         return np.float32(1e-25) * sines(y, args)
 
-    solution = least_squares(tiny, solver, *as_jax((y, args)), max_steps=100)
+    solution = least_squares(tiny, solver, *as_jax((y, args), jnp.float32), max_steps=100)
     assert not result_is(solution, "successful")
 
 

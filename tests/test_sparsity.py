@@ -3,16 +3,18 @@
 import sys
 
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
 import scipy.sparse
+from jax.flatten_util import ravel_pytree
 
 import gnlin
-from gnlin._jacobian import _coloured
+from gnlin._jacobian import _coloured, Rows
+from gnlin._jacobian._change_of_variables import Retracted
 from gnlin._linearisation._quadratic import Quadratic
+from gnlin._linearisation._retraction import Retraction
 from gnlin._subproblem import choose
 from gnlin._subproblem._sparse import SparseLU
 from gnlin.filters import Tikhonov
@@ -69,21 +71,21 @@ CASES = {
 def test_the_jacobian_is_the_dense_one(name, dtype):
     fn, start, args, most = CASES[name]
     y = jax.tree.map(lambda x: jnp.asarray(x, dtype), start(np.random.default_rng(0)))
-    flat, unravel = jax.flatten_util.ravel_pytree(y)
+    flat, unravel = ravel_pytree(y)
     group = gnlin.Residuals(fn, sparsity=gnlin.Sparsity(fn, y, args))
     assert group.sparsity.num_colors <= most
     function, inputs, _ = group.posed(y, args)
 
     @jax.jit
     def both():
-        of = lambda v: jax.flatten_util.ravel_pytree(fn(unravel(v), args))[0]
+        of = lambda v: ravel_pytree(fn(unravel(v), args))[0]
         jacobian = gnlin.linearise(function, y, inputs).jacobian
         u = jnp.cos(jnp.arange(jacobian.shape[0], dtype=dtype))
         found = (
             jacobian.as_matrix(),
             jacobian.push_forward(y),
-            jax.flatten_util.ravel_pytree(jacobian.pull_back(u))[0],
-            jax.flatten_util.ravel_pytree(jacobian.squared_columns())[0],
+            ravel_pytree(jacobian.pull_back(u))[0],
+            ravel_pytree(jacobian.squared_columns())[0],
             jacobian.curvature(),
         )
         dense = jax.jacfwd(of)(flat)
@@ -255,3 +257,48 @@ def test_auto_factorises_a_long_chain():
     solver = gnlin.LevenbergMarquardt(acceleration=False)
     solution = optx.least_squares(group, solver, y)
     assert float(solution.stats["num_inner_steps"]) == 0
+
+
+def test_a_retraction_moves_rows_of_which_single_entries_are_read():
+    """Each residual reads one entry of the pose, or three of a row of the other array."""
+    rng = np.random.default_rng(0)
+    y = {"pose": rng.normal(size=3), "of": rng.normal(size=(4, 30)), "z": np.ones(2)}
+    y = jax.tree.map(jnp.asarray, y)
+
+    def turned(row, step):
+        length = jnp.linalg.norm(row) / jnp.linalg.norm(row + step)
+        return length * (row + step)
+
+    retraction = Retraction.of({"pose": turned, "of": turned, "z": None}, y)
+
+    def fn(y, _):
+        entries = jnp.sin(y["of"][:, :6]) + y["of"][:, 6:12] ** 2 - y["of"][:, 12:18]
+        return y["pose"] ** 2, entries * y["z"][0], y["pose"][1:] * y["z"]
+
+    sparsity = gnlin.Sparsity(fn, y)
+
+    @jax.jit
+    def run(y):
+        unravel = ravel_pytree(y)[1]
+        ahead = lambda step: fn(retraction.moved(y, unravel(step)), None)
+        matrix = jax.jacfwd(lambda step: ravel_pytree(ahead(step))[0])(jnp.zeros(125))
+        passes = gnlin.linearise(fn, y).jacobian
+        jacobian = Retracted.of(sparsity.jacobian(passes), retraction.tangents(y))
+        grams = [block.row_grams() for block in jacobian.blocks()]
+        rows = [Rows(block.rows()).row_grams() for block in jacobian.blocks()]
+        problem, kind = Quadratic(jacobian, fn(y, None)), Tikhonov(0.1)
+        steps = [
+            ravel_pytree(choose(problem, kind, method=m).solve(kind).step)
+            for m in ("sparse", "matrix-free", "curvature")
+        ]
+        found = jacobian.as_matrix(), [step for step, _ in steps]
+        return matrix, ravel_pytree(fn(y, None))[0], found, (grams, rows)
+
+    matrix, residual, (found, steps), (grams, rows) = run(y)
+    matrix, residual = np.asarray(matrix), np.asarray(residual)
+    np.testing.assert_allclose(found, matrix, atol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), grams, rows)
+    curvature = matrix.T @ matrix + 0.1 * np.eye(125)
+    for step in steps:
+        expected = -np.linalg.solve(curvature, matrix.T @ residual)
+        np.testing.assert_allclose(step, expected, atol=1e-8)

@@ -1,5 +1,7 @@
 """Counts of passes through the function."""
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -17,10 +19,12 @@ class Passes(eqx.Module):
     vjps: ScalarLike = 0
 
     def __add__(self, other: "Passes") -> "Passes":
-        return Passes(_sum(self.jvps, other.jvps), _sum(self.vjps, other.vjps))
+        jvps = _applied(operator.add, self.jvps, other.jvps)
+        return Passes(jvps, _applied(operator.add, self.vjps, other.vjps))
 
     def __mul__(self, times: ScalarLike) -> "Passes":
-        return Passes(_product(self.jvps, times), _product(self.vjps, times))
+        jvps = _applied(operator.mul, self.jvps, times)
+        return Passes(jvps, _applied(operator.mul, self.vjps, times))
 
     def number(self) -> float:
         """Return the number of both kinds together, which must not be traced."""
@@ -33,16 +37,8 @@ class Passes(eqx.Module):
         return Passes(jnp.asarray(self.jvps, float), jnp.asarray(self.vjps, float))
 
 
-# Traced counts are floats, because they may exceed 2^31.
-
-
-def _sum(a: ScalarLike, b: ScalarLike) -> ScalarLike:
+def _applied(operation: Callable, a: ScalarLike, b: ScalarLike) -> ScalarLike:
     if isinstance(a, int) and isinstance(b, int):
-        return a + b
-    return jnp.asarray(a, float) + jnp.asarray(b, float)
-
-
-def _product(a: ScalarLike, b: ScalarLike) -> ScalarLike:
-    if isinstance(a, int) and isinstance(b, int):
-        return a * b
-    return jnp.asarray(a, float) * jnp.asarray(b, float)
+        return operation(a, b)
+    # Traced counts are floats, because they may exceed 2^31.
+    return operation(jnp.asarray(a, float), jnp.asarray(b, float))

@@ -193,7 +193,7 @@ def norm(a: PyTree[Array]) -> Scalar:
     """Return the Euclidean norm, without overflow of squares in single precision."""
     if dtype(a) == jnp.float64:
         return jnp.sqrt(dot(a, a))
-    largest = unit(a)
+    largest = fixed(unit(a))  # on which the norm does not depend
     scaled = [x / largest.astype(x.dtype) for x in joined(a)]
     return (largest * jnp.sqrt(dot(scaled, scaled))).astype(dtype(a))
 
@@ -224,6 +224,31 @@ def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
 def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
     """Return `s x`, in the dtypes of `x`."""
     return jax.tree.map(lambda a: _cast(s, a.dtype) * a, x)
+
+
+def divided(x: PyTree[Array], norm: Scalar) -> PyTree[Array]:
+    """Return `x` divided by a norm, or `x` itself if the norm is zero."""
+    norm = jnp.where(norm == 0, 1, norm)
+
+    def each(a):
+        wide, by = promoted((a, norm))
+        return (wide / by).astype(a.dtype)
+
+    return jax.tree.map(each, x)
+
+
+@jax.custom_jvp
+def direction(x: PyTree[Array], norm: Scalar) -> PyTree[Array]:
+    """Return `x` divided by its norm, or zero if `x` is zero; derivatives are finite
+    there, too."""
+    return divided(x, norm)
+
+
+@direction.defjvp
+def _direction_jvp(primals, tangents):
+    (x, norm), (change, _) = primals, tangents
+    unit = divided(x, norm)
+    return unit, divided(axpy(-dot(unit, change), unit, change), norm)
 
 
 def _cast(s: ScalarLike, dtype: jnp.dtype) -> ScalarLike:

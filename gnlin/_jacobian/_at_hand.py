@@ -77,6 +77,8 @@ class AtHand(AbstractJacobian):
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
         if other is not self or not is_spread():
+            if not other.fits():
+                return super().gram_with(other)
             return gram_of(self._blocks, other.blocks())
         # Sum over leaves on each device first, so that devices communicate only once.
         rows = [block.rows() for block in self._blocks]

@@ -119,10 +119,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         The kernel is summed over groups of arrays of parameters whose blocks fit in the
         memory budget. An array whose block alone does not fit contributes by passes:
         chunks of the identity are pulled back by $\phi$ and pushed forward by $\phi'$."""
-        sizes = self.block_bytes()
-        if other is not self:
-            sizes = [a + b for a, b in zip(sizes, other.block_bytes(), strict=True)]
-        groups, left = grouped(sizes, self.memory_budget)
+        groups, left = self.groups(other)
         ours, theirs = self, other
         shape = self.codomain.size, other.codomain.size
         kernel = jnp.zeros(shape, _tree.dtype((self.codomain.dtype, self.domain.dtype)))
@@ -137,6 +134,25 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         if left:
             kernel += self._chunked_gram(other, left).astype(kernel.dtype)
         return kernel
+
+    def groups(
+        self, other: "AbstractJacobian | None" = None
+    ) -> tuple[list[list[int]], list[int]]:
+        """Return groups of arrays whose blocks, with those of `other`, fit in the memory
+        budget, and the arrays that are too large."""
+        sizes, at_once = self.block_bytes(), self.bytes_at_once()
+        if other is not None and other is not self:
+            sizes = [a + b for a, b in zip(sizes, other.block_bytes(), strict=True)]
+            at_once += other.bytes_at_once()
+        if sum(sizes) <= self.memory_budget:
+            at_once = 0
+        return grouped(sizes, self.memory_budget - at_once)
+
+    def _gram_passes(self, rows: Passes) -> Passes:
+        """Return the passes of the kernel, if making all blocks takes `rows`."""
+        groups, left = self.groups()
+        by_passes = self.a_product() * self.codomain.size
+        return rows * len(groups) + (by_passes if left else Passes())
 
     def _chunked_gram(
         self, other: "AbstractJacobian", wanted: Sequence[int]
@@ -172,6 +188,10 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     def block_bytes(self) -> list[int]:
         """Return the size in bytes of the block of each array of parameters."""
 
+    def bytes_at_once(self) -> int:
+        """Return the bytes of blocks that are made even if others are wanted."""
+        return 0
+
     def curvature(self) -> Float[Array, "p p"]:
         r"""Return $\phi^\top\phi$, parameters in `ravel_pytree` order. It is summed over
         batches of examples where these are independent, to stay in the caches."""
@@ -184,7 +204,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
 
     def squared_rows(self) -> Float[Array, " m"]:
         """Return the squared norms of the rows, which are the kernel's diagonal."""
-        groups, left = grouped(self.block_bytes(), self.memory_budget)
+        groups, left = self.groups()
         ours, total = self, jnp.zeros(self.codomain.size, self.domain.dtype)
         for group in groups:
             ours, total = ours.in_turn(total)
@@ -208,8 +228,9 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
     ) -> Of:
-        """Return `of_blocks(blocks)`. Where examples are independent, it is the sum of
-        `of_blocks` over batches of examples whose rows take about `part_bytes` each."""
+        """Return `of_blocks(blocks)`, a sum over rows. Where examples are independent, it
+        is the sum of `of_blocks` over batches of examples whose rows take about
+        `part_bytes` each."""
         return of_blocks(self.blocks())
 
     #
@@ -283,7 +304,7 @@ def gram_of(
 ) -> Float[Array, "m k"]:
     """Return the matrix of inner products between rows, each given as blocks."""
     pairs = zip(blocks, others, strict=True)
-    return _tree.summed(a.gram() if a is b else a.gram_with(b) for a, b in pairs)
+    return _tree.summed(a.gram_with(b) for a, b in pairs)
 
 
 def grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:

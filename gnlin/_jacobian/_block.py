@@ -26,10 +26,6 @@ class AbstractBlock(eqx.Module):
     def gram_with(self, other: "AbstractBlock") -> Float[Array, "m k"]:
         """Return inner products with the rows of another block of the same parameters."""
 
-    def gram(self) -> Float[Array, "m m"]:
-        """Return the inner products of the rows with each other."""
-        return self.gram_with(self)
-
     @abc.abstractmethod
     def merged(self, num_outputs: int) -> "AbstractBlock":
         """Return the block with all outputs of an example in one row: inner products of

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree
 
+from .._common import _tree
 from .._common._convolutions import channels_last
 from .._common._cost import num_flops
 from .._common._passes import Passes
@@ -61,11 +62,27 @@ class ByPasses(AbstractJacobian):
         return blocks if wanted is None else [blocks[k] for k in wanted]
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
-        # Every pass makes a part of all blocks, so blocks cannot be made in groups.
-        if self.fits():
+        if other is self and self.fits():
             here = self.at_hand()
-            return here.gram_with(here if other is self else other)
-        return self._chunked_gram(other, range(len(self.domain.leaves)))
+            return here.gram_with(here)
+        return super().gram_with(other)
+
+    def summed(self, of_blocks, part_bytes):
+        if self.fits() or is_by_forward(self.jac, self.shape):
+            return of_blocks(self.blocks())
+        m, dtype = self.codomain.size, self.codomain.dtype
+        size = self.passes_at_once(dtype.itemsize)
+
+        def of_part(start):
+            # Rows beyond the last are zero.
+            basis = start + jnp.arange(size)[:, None] == jnp.arange(m)[None]
+            rows = jax.vmap(self.pull_back)(basis.astype(dtype))
+            return of_blocks([Rows(x) for x in jax.tree.leaves(rows)])
+
+        add = lambda total, start: jax.tree.map(jnp.add, total, of_part(start))
+        zero = _tree.zeros_like(jax.eval_shape(of_part, 0))
+        starts = jnp.arange(0, m, size)
+        return jax.lax.scan(lambda *x: (add(*x), None), zero, starts)[0]
 
     def at_hand(self) -> AtHand:
         return AtHand.of(self, self.blocks())
@@ -83,6 +100,9 @@ class ByPasses(AbstractJacobian):
         m, _ = self.shape
         return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
+    def bytes_at_once(self) -> int:
+        return sum(self.block_bytes())  # every pass makes a part of all blocks
+
     def cost(self) -> Cost:
         m, p = self.shape
         forward = is_by_forward(self.jac, (m, p))
@@ -92,7 +112,7 @@ class ByPasses(AbstractJacobian):
             shape=(m, p),
             itemsize=self.domain.dtype.itemsize,
             rows=rows,
-            gram=rows if self.fits() else Passes(m, m),
+            gram=self._gram_passes(rows),
             one_pass=num_flops(program),
             gram_operations=2.0 * float(m) ** 2 * p,
             num_bytes=sum(self.block_bytes()),

@@ -1,10 +1,12 @@
 """The Jacobian in other variables: scaled ones, or steps along a retraction."""
 
 import abc
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
@@ -70,8 +72,14 @@ class ChangeOfVariables(AbstractJacobian):
         return self.inner.summed(of_inner, part_bytes)
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
-        here = AtHand.of(self, self.blocks())
-        return here.gram_with(here if other is self else other)
+        if other is self and self.fits():
+            here = AtHand.of(self, self.blocks())
+            return here.gram_with(here)
+        return super().gram_with(other)
+
+    def in_turn(self, array: Array) -> tuple["ChangeOfVariables", Array]:
+        inner, array = self.inner.in_turn(array)
+        return self.of(inner, self.change), array
 
     def at_hand(self) -> "ChangeOfVariables":
         return self.of(self.inner.at_hand(), self.change)
@@ -85,13 +93,16 @@ class ChangeOfVariables(AbstractJacobian):
         m, _ = self.shape
         return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
+    def bytes_at_once(self) -> int:
+        return self.inner.bytes_at_once()
+
     def cost(self) -> Cost:
         cost = self.inner.cost()
         if self.is_sparse:
-            return cost
+            return cost._replace(reads=self.reads())
         m, p = cost.shape
         return cost._replace(
-            gram=cost.rows,
+            gram=self._gram_passes(cost.rows),
             gram_operations=2.0 * float(m) ** 2 * p,
             num_bytes=m * self.domain.nbytes,  # blocks are dense after the change
             memory_budget=self.memory_budget,
@@ -136,6 +147,19 @@ class Retracted(ChangeOfVariables):
     def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
         return _retracted_block(inner, self.change[k])
 
+    def reads(self) -> tuple[Reads, ...]:
+        def of_array(array, matrix):
+            # A step moves whole rows, even where an example reads single entries.
+            _, num_read, _ = array
+            return array if matrix is None else (len(matrix), num_read, matrix.shape[1])
+
+        def of_group(each: Reads) -> Reads:
+            arrays = tuple(map(of_array, each.arrays, self.change))
+            known = each.factor_operations if arrays == each.arrays else math.inf
+            return each._replace(arrays=arrays, factor_operations=known)
+
+        return tuple(map(of_group, self.inner.reads()))
+
 
 def _retracted_block(
     block: AbstractBlock, matrix: Float[Array, "k d d"] | None
@@ -144,9 +168,15 @@ def _retracted_block(
         return block
     if isinstance(block, StackedBlock):
         return StackedBlock([_retracted_block(part, matrix) for part in block.parts])
-    if isinstance(block, Gathered) and block.values.shape[-1] == matrix.shape[-1]:
-        values = einsum("ncsd,nsde->ncse", block.values, matrix[block.index])
-        return Gathered(values.astype(block.values.dtype), block.index, block.shape)
+    if isinstance(block, Gathered):
+        values, size = block.values, matrix.shape[-1]
+        if values.shape[-1] == size:
+            index, chosen = block.index, matrix[block.index]
+        else:  # single entries
+            index, place = jnp.divmod(block.index, size)
+            chosen = matrix[index, place][:, :, None]
+        turned = einsum("ncsd,nsde->ncse", values, chosen)
+        return Gathered(turned.astype(values.dtype), index, block.shape)
     rows = block.rows()
     turned = einsum("mkd,kde->mke", rows.reshape(-1, *matrix.shape[:2]), matrix)
     return Rows(turned.reshape(rows.shape).astype(rows.dtype))

@@ -93,6 +93,8 @@ class Gathered(AbstractBlock):
         (values, _), size = self.distinct(), math.prod(self.shape[1:])
         if values.shape[-1] == size:
             return self._scattered(einsum("ncsi,ncsj->nsij", values, values))
+        if values.shape[-1] > size:  # an array of one axis that is read as one row
+            return super().row_grams()
         # Single entries are stored: take the pairs that lie in one row of parameters.
         row, place = jnp.divmod(self.index, size)
         same = row[:, :, None] == row[:, None, :]

@@ -18,7 +18,7 @@ from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree, Structure
 from . import _program
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, grouped, Of
+from ._base import AbstractJacobian, Of
 from ._block import AbstractBlock
 from ._by_passes import ByPasses, is_by_forward
 from ._cost import Cost
@@ -221,17 +221,15 @@ class OfExamples(AbstractJacobian):
         )
 
     def cost(self) -> Cost:
-        c, (m, p) = self._outputs_of_one().size, self.shape
+        c, (_, p) = self._outputs_of_one().size, self.shape
         rows = Passes(jvps=p) if self._is_by_forward() else Passes(vjps=c)
-        sizes = self.block_bytes()
-        groups, left = grouped(sizes, self.memory_budget)
         program, shape = self._program(), (self._num_examples(), c)
         multiplications = _program.num_gram_multiplications(program, self._point, shape)
         return self._passes.cost()._replace(
             rows=rows,
-            gram=rows * len(groups) + (Passes(m, m) if left else Passes()),
+            gram=self._gram_passes(rows),
             gram_operations=2 * multiplications,
-            num_bytes=sum(sizes),
+            num_bytes=sum(self.block_bytes()),
             in_parts=True,
             memory_budget=self.memory_budget,
         )

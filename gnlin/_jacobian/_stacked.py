@@ -103,6 +103,9 @@ class Stacked(AbstractJacobian):
         each = (part.block_bytes() for part in self.parts.values())
         return [sum(sizes) for sizes in zip(*each, strict=True)]
 
+    def bytes_at_once(self) -> int:
+        return sum(part.bytes_at_once() for part in self.parts.values())
+
     def in_turn(self, array: Array) -> tuple["Stacked", Array]:
         parts = {}
         for name, part in self.parts.items():
@@ -127,10 +130,11 @@ class Stacked(AbstractJacobian):
 
     def cost(self) -> Cost:
         costs = [part.cost() for part in self.parts.values()]
+        rows = _most(cost.rows for cost in costs)
         return costs[0]._replace(
             shape=self.shape,
-            rows=_most(cost.rows for cost in costs),
-            gram=_most(cost.gram for cost in costs),
+            rows=rows,
+            gram=self._gram_passes(rows),
             one_pass=sum(cost.one_pass for cost in costs),
             # Products between two groups cost about the geometric mean of their own.
             gram_operations=sum(cost.gram_operations**0.5 for cost in costs) ** 2,

@@ -4,13 +4,15 @@ LAPACK's `eigh` of such a matrix can run for minutes, and can crash the process.
 therefore given zeros in its place.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._common._tree import matmul
 
 
-def guarded(factorise, matrix: Float[Array, "m n"]):
+def guarded(factorise, matrix: Float[Array, "m n"]) -> Any:
     finite = jnp.all(jnp.isfinite(matrix))
     factors = factorise(jnp.where(finite, matrix, jnp.zeros_like(matrix)))
     return tuple(jnp.where(finite, factor, jnp.nan) for factor in factors)
@@ -19,16 +21,14 @@ def guarded(factorise, matrix: Float[Array, "m n"]):
 def eigh(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
     """Return the eigenvalues (ascending) and eigenvectors (columns) of a symmetric
     matrix."""
-    eigenvalues, eigenvectors = guarded(jnp.linalg.eigh, matrix)
-    return eigenvalues, eigenvectors
+    return guarded(jnp.linalg.eigh, matrix)
 
 
 def svd(
     matrix: Float[Array, "m n"],
 ) -> tuple[Float[Array, "m k"], Float[Array, " k"], Float[Array, "k n"]]:
     """Return the thin singular value decomposition, singular values descending."""
-    u, s, vt = guarded(_thin_svd, matrix)
-    return u, s, vt
+    return guarded(_thin_svd, matrix)
 
 
 # Aspect ratio and number of entries from which a QR factorisation is made first. It takes

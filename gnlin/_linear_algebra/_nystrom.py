@@ -48,7 +48,8 @@ def eigenpairs(
     products: Callable[[Matrix], Matrix], size: int, rank: int, seed: int, dtype: Any
 ) -> tuple[Matrix, Float[Array, " l"]]:
     r"""Return orthonormal $U$ and descending $w$ with $\hat A = U\,\mathrm{diag}(w)\,
-    U^\top$. Eigenvalues indistinguishable from zero by rounding are exactly zero.
+    U^\top$. The eigenvalues have an error of about eps times the largest, and those that
+    would be negative are zero.
 
     Z. Frangella, J. A. Tropp and M. Udell, *Randomized Nyström preconditioning*, SIAM J.
     Matrix Anal. Appl. 44 (2023), Algorithm 2.1.

@@ -71,8 +71,7 @@ def by_rotations(
     if m < n:
         v, s, ut = by_rotations(matrix.T)
         return ut.T, s, v.T
-    u, s, vt = _lapack.guarded(_tall, matrix)
-    return u, s, vt
+    return _lapack.guarded(_tall, matrix)
 
 
 def _tall(matrix):

@@ -35,9 +35,13 @@ class Quadratic(eqx.Module):
         return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
     def curvature_along(self, vector: PyTree[Array]) -> Scalar:
-        r"""Return $\lVert\phi v\rVert^2 / \lVert v\rVert^2$."""
-        pushed, norm = self.jacobian.mv(vector), _tree.norm(vector)
-        return _tree.dot(pushed, pushed).astype(norm.dtype) / norm**2
+        r"""Return $\lVert\phi v\rVert^2 / \lVert v\rVert^2$, and zero for zero."""
+        norm = _tree.norm(vector)
+        pushed = self.jacobian.mv(_tree.direction(vector, norm))
+        return _tree.dot(pushed, pushed).astype(norm.dtype)
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.curvature_along(self.gradient())
 
     def flat_residual(self) -> Float[Array, " m"]:
         """Return the residual as one vector, in `ravel_pytree` order."""

@@ -1,16 +1,18 @@
 """Retractions: how parameters on a curved space move along a step."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
 from .._common._checks import check_callable
+from .._common._cost import inner_programs
 
 
 class Retraction(eqx.Module):
@@ -84,8 +86,8 @@ class Retraction(eqx.Module):
 
 
 def _is_a_row(fn: Any, x: Array) -> bool:
-    """Whether an array is a single row: it has one axis, and `fn` does not accept single
-    entries (as it would for angles)."""
+    """Whether an array is a single row: it has one axis, and `fn` does not act on each
+    entry by itself (as it would for angles)."""
     check_callable("retraction", fn, "a function of a row and its step", "lambda y, d:")
     if x.ndim == 0:
         raise ValueError(
@@ -99,10 +101,11 @@ def _is_a_row(fn: Any, x: Array) -> bool:
         )
     row = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     if x.ndim == 1:
+        whole = jax.ShapeDtypeStruct(x.shape, x.dtype)
         with contextlib.suppress(Exception):  # `fn` may need the whole array
-            if _returned(fn, row) == row.shape:
+            if _returned(fn, row) == row.shape and _acts_on_entries(fn, whole):
                 return False
-        row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        row = whole
     found = _returned(fn, row)
     if found != row.shape:
         returned = "no array" if found is None else f"the shape {found}"
@@ -115,6 +118,33 @@ def _is_a_row(fn: Any, x: Array) -> bool:
 
 def _returned(fn: Any, row: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
     return getattr(jax.eval_shape(fn, row, row), "shape", None)
+
+
+def _acts_on_entries(fn: Any, row: jax.ShapeDtypeStruct) -> bool:
+    """Whether `fn` keeps the shape in all that it computes from a row and its step. Sums,
+    products and parts of a row have another shape."""
+    try:
+        program = jax.make_jaxpr(fn)(row, row).jaxpr
+    except Exception:  # `fn` may need single entries
+        return True
+    return _keeps(row.shape, program, [True, True])
+
+
+def _keeps(shape: tuple[int, ...], program: Any, given: Sequence[bool]) -> bool:
+    """Whether all results of a program that depend on the `given` inputs have a shape."""
+    known = {v for v, depends in zip(program.invars, given, strict=True) if depends}
+    for equation in program.eqns:
+        of_known = [isinstance(v, Var) and v in known for v in equation.invars]
+        if not any(of_known):
+            continue
+        if any(v.aval.shape != shape for v in equation.outvars):
+            return False
+        for inner in inner_programs(equation.params):
+            same = len(inner.invars) == len(of_known)
+            if not _keeps(shape, inner, of_known if same else [True] * len(inner.invars)):
+                return False
+        known.update(equation.outvars)
+    return True
 
 
 def _only_adds(fn: Any, row: jax.ShapeDtypeStruct) -> bool:

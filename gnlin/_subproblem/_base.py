@@ -110,7 +110,7 @@ class AbstractSubproblem(eqx.Module):
 
     @abc.abstractmethod
     def curvature_along_gradient(self) -> Scalar:
-        """Return |phi g|^2 / |g|^2, the curvature along the gradient g."""
+        """Return |phi g|^2 / |g|^2, the curvature along the gradient g; 0 if g is 0."""
 
     @abc.abstractmethod
     def largest_curvature(self) -> Scalar:

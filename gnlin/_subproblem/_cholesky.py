@@ -17,6 +17,7 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._tree import matmul, ravel_pytree
 from .._jacobian import Cost
+from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractWay, Answer, price_of_squaring
@@ -142,10 +143,13 @@ class OnOutputs(AbstractByCholesky):
         return cls(problem, problem.jacobian.gram(), cost.gram)
 
     def curvature_along_gradient(self) -> Scalar:
-        pushed = matmul(self.matrix, self.problem.flat_residual())
+        norm = self.gradient_norm
+        residual = _tree.divided(self.problem.flat_residual(), norm)
+        pushed = matmul(self.matrix, residual)
         if self.pushed is not None:
-            pushed = _tree.axpy(1, self.pushed, pushed)
-        return _tree.dot(pushed, pushed) / self.gradient_norm**2
+            pushed = _tree.axpy(1, _tree.divided(self.pushed, norm), pushed)
+        along = _tree.dot(pushed, pushed)
+        return with_derivative_of(Quadratic.curvature_along_gradient, along, self.problem)
 
     def vectors(self) -> PyTree[Array]:
         return self.problem.residual
@@ -191,10 +195,11 @@ def through_outputs(
 def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scalar:
     r"""Return $\lVert\phi^\top r\rVert$ without overflow of its square."""
     residual = residual.astype(_tree.dtype((kernel, residual)))
-    unit = _tree.unit(residual)
+    # The result does not depend on the units.
+    unit = _tree.fixed(_tree.unit(residual))
     r = residual / unit
     product = matmul(kernel, r)
-    size = _tree.unit(product)
+    size = _tree.fixed(_tree.unit(product))
     squared = matmul(r, product / size)
     return unit * jnp.sqrt(size) * jnp.sqrt(jnp.where(squared < 0, 0, squared))
 
@@ -232,8 +237,8 @@ class OnParameters(AbstractByCholesky):
         return self.problem.jacobian.domain.unravel(self.flat_gradient)
 
     def curvature_along_gradient(self) -> Scalar:
-        g = self.flat_gradient
-        return matmul(g, matmul(self.matrix, g)) / self.gradient_norm**2
+        g = _tree.direction(self.flat_gradient, self.gradient_norm)
+        return matmul(g, matmul(self.matrix, g))
 
     def vectors(self) -> PyTree[Array]:
         return self.flat_gradient

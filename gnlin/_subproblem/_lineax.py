@@ -59,7 +59,7 @@ class ByLineax(AbstractMethod):
         if below is None:
             below = _tree.zeros_like(jacobian.domain.tree)
         else:
-            below = _tree.scale(-1 / root, below)
+            below = _tree.scale(jnp.where(_tree.any_nonzero(below), -1 / root, 0), below)
         return self._solved(_Damped(jacobian, root), (minus_r, below))
 
     def _solved(self, operator: lx.AbstractLinearOperator, vector: PyTree) -> Answer:

@@ -170,8 +170,8 @@ class MatrixFree(AbstractIteration):
         exact = self.to_tolerance(self.exactly(), damping)
         if isinstance(filter, GradientFlow):
             return exact
-        jacobian, norm = self.problem.jacobian, self.gradient_norm
-        start = _tree.scale(1 / jnp.where(norm > 0, norm, 1), self._gradient)
+        jacobian = self.problem.jacobian
+        start = _tree.direction(self._gradient, self.gradient_norm)
         power, _ = Parameters(jacobian).power_method(
             jacobian.curvature_mv, start, _POWER_STEPS
         )

@@ -61,11 +61,10 @@ class OnSpace(AbstractIteration):
         return isinstance(problem, ProxLinear) and super().fits(problem, filter)
 
     def curvature_along_gradient(self) -> Scalar:
-        dtype = self.gradient_norm.dtype
-        problem = self.problem
-        pushed = problem.jacobian.mv(self._gradient)
+        problem, norm = self.problem, self.gradient_norm
+        pushed = problem.jacobian.mv(_tree.direction(self._gradient, norm))
         curved = problem.objective.curvature(problem.outputs)(pushed)
-        return _tree.dot(pushed, curved).astype(dtype) / self.gradient_norm**2
+        return _tree.dot(pushed, curved).astype(norm.dtype)
 
     def exactly(self) -> float:
         """Return the relative gradient at which a solution counts as exact."""

@@ -69,8 +69,9 @@ class Spectral(AbstractWay):
 
     def curvature_along_gradient(self) -> Scalar:
         pushed = self.spectrum.eigenvalues * self.spectrum.coefficients + self.pushed
-        along = _tree.dot(pushed, pushed) / self.gradient_norm**2
-        return with_derivative_of(_along_gradient, along, self.problem)
+        pushed = _tree.divided(pushed, self.gradient_norm)
+        along = _tree.dot(pushed, pushed)
+        return with_derivative_of(Quadratic.curvature_along_gradient, along, self.problem)
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(self.spectrum.eigenvalues)
@@ -140,10 +141,6 @@ def _at_zero(filter: Filter, w: Float[Array, " k"]) -> Scalar:
 
 def _gradient_norm(problem: Quadratic) -> Scalar:
     return _tree.norm(problem.gradient())
-
-
-def _along_gradient(problem: Quadratic) -> Scalar:
-    return problem.curvature_along(problem.gradient())
 
 
 def _decrease(step: PyTree[Array], problem: Quadratic) -> Scalar:

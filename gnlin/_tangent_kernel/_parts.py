@@ -28,12 +28,8 @@ class Blocks(eqx.Module):
 
 
 def shape_of(kernel: "TangentKernel", n1: int, n2: int, c: int) -> tuple[int, ...]:
-    match kernel.outputs:
-        case "all":
-            return n1, c, n2, c
-        case "diagonal":
-            return n1, n2, c
-    return n1, n2
+    shapes: dict[Any, tuple[int, ...]] = {"all": (n1, c, n2, c), "diagonal": (n1, n2, c)}
+    return shapes.get(kernel.outputs, (n1, n2))
 
 
 def place_of(kernel: "TangentKernel", rows: slice, columns: slice) -> Place:
@@ -42,12 +38,8 @@ def place_of(kernel: "TangentKernel", rows: slice, columns: slice) -> Place:
 
 
 def mirrored(kernel: "TangentKernel") -> tuple[int, ...]:
-    match kernel.outputs:
-        case "all":
-            return 2, 3, 0, 1
-        case "diagonal":
-            return 1, 0, 2
-    return 1, 0
+    axes: dict[Any, tuple[int, ...]] = {"all": (2, 3, 0, 1), "diagonal": (1, 0, 2)}
+    return axes.get(kernel.outputs, (1, 0))
 
 
 def _linearise(kernel: "TangentKernel", x: PyTree) -> Linearisation:
