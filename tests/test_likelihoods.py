@@ -14,6 +14,7 @@ import scipy.special
 import scipy.stats
 
 import gnlin
+from gnlin._curve_fit._runs import runs_test, signs_of
 
 
 RNG = np.random.default_rng(0)
@@ -284,7 +285,9 @@ def test_runs_of_one_sign():
     )
     fit = fit_of("poisson")
     assert mixed.runs_test() == pytest.approx(fit.runs_test())
-    signs = np.sign(COUNTS - np.exp(line(fit.parameters, X)))
+    of_y = POISSON(np.exp(line(fit.parameters, X)))
+    draws = np.random.default_rng(0).uniform(size=40)
+    signs = np.sign(of_y.cdf(COUNTS - 1) + draws * of_y.pmf(COUNTS) - 0.5)
     runs = 1 + np.sum(signs[1:] != signs[:-1])
     n, m = np.sum(signs > 0), np.sum(signs < 0)
     mean = 2 * n * m / 40 + 1
@@ -293,6 +296,43 @@ def test_runs_of_one_sign():
     assert fit.runs_test() == pytest.approx(2 * scipy.stats.norm.sf(z))
     bent = gnlin.curve_fit(line, X, np.round(20 * (X - 0.5) ** 2), START)
     assert bent.runs_test() < 1e-4
+    with pytest.raises(ValueError, match="`runs_test` needs the distribution of y"):
+        fit_of("own").runs_test()
+    assert "runs test" not in str(fit_of("own"))
+
+
+def test_runs_of_successes_of_a_steep_curve():
+    """The signs of Pearson's residuals are those of `2 y - 1`, which have few runs."""
+    y = np.random.default_rng(4).binomial(1, scipy.special.expit(6 * X))
+    loss = gnlin.losses.BinomialNLL(1)
+    assert runs_test(2 * y - 1) < 1e-3
+    assert gnlin.curve_fit(line, X, y, START, loss=loss).runs_test() > 0.05
+
+
+@pytest.mark.parametrize("name", ["poisson", "binomial", "negative binomial", "tobit"])
+def test_the_runs_test_of_the_true_model_gives_few_alarms(name):
+    """Of 1,000 data sets of 100 small counts, single trials or censored values, about
+    5 % have a p below 0.05, less the correction for continuity."""
+    rng, f = np.random.default_rng(2), np.linspace(-3, 1, 100)
+    mean, shape = np.exp(f), (1000, 100)
+    normal = f + rng.normal(size=shape)
+    at_most = gnlin.losses.TobitNLL((normal > -0.5) * 1)
+    loss, y = {
+        "poisson": (gnlin.losses.PoissonNLL(), rng.poisson(mean, shape)),
+        "binomial": (
+            gnlin.losses.BinomialNLL(1),
+            rng.binomial(1, scipy.special.expit(2 * f), shape),
+        ),
+        "negative binomial": (
+            gnlin.losses.NegativeBinomialNLL(0.5),
+            negative_binomial(mean).rvs(shape, rng),
+        ),
+        "tobit": (at_most, np.minimum(normal, -0.5)),
+    }[name]
+    f = 2 * f if name == "binomial" else f
+    signs = signs_of(loss, f, y, rng.uniform(size=shape))
+    share = np.mean([runs_test(row) < 0.05 for row in signs])
+    assert 0.02 < share < 0.06
 
 
 def test_the_report_and_the_picture():
@@ -516,6 +556,56 @@ def test_separated_successes():
     both = np.stack([(x > 0.1) * 1, np.arange(20) % 2])
     with pytest.warns(UserWarning, match="1 of 2 data sets have successes that the"):
         gnlin.curve_fit(line, x, both, start, loss=loss)
+
+
+def test_a_group_of_zeros():
+    """The likelihood of the group's rate has no maximum. The upper end of its profile
+    interval has a closed form up to a root."""
+    group, y = (X > 0) * 1.0, np.where(X > 0, 0, COUNTS)
+    options = {"loss": gnlin.losses.PoissonNLL()}
+    said = "has no maximum, and `b` falls without end, as for a group whose counts are"
+    with pytest.warns(UserWarning, match=said):
+        fit = gnlin.curve_fit(line, group, y, START, **options)
+    assert "no maximum" in str(fit)
+    total, empty = np.sum(y), np.sum(group)
+
+    def rise(b):
+        """Return by how much the deviance exceeds its least value, over all `a`."""
+        return 2 * total * np.log1p(empty / (40 - empty) * np.exp(b))
+
+    allowed = scipy.stats.chi2.ppf(0.95, 1)
+    end = scipy.optimize.brentq(lambda b: rise(b) - allowed, -20, 0)
+    low, high = fit.confidence_intervals()
+    np.testing.assert_allclose(high["b"], end, rtol=1e-4)
+    assert low["b"] == -np.inf
+    with pytest.warns(UserWarning, match="has no maximum, and `a` falls without end"):
+        gnlin.curve_fit(line, X, 0 * COUNTS, START, **options)
+    few = np.where(np.arange(40) % 13 == 0, 1, 0)
+    assert not gnlin.curve_fit(line, X, few, START, **options).complaint()
+
+
+@pytest.mark.slow
+def test_groups_of_successes_and_of_censored_values():
+    group = (X > 0) * 1.0
+    y, loss = np.where(X > 0, 1, np.arange(40) % 2), gnlin.losses.BinomialNLL(1)
+    with pytest.warns(UserWarning, match="has no maximum, and `b` rises without end"):
+        gnlin.curve_fit(line, group, y, START, loss=loss)
+    sides = gnlin.losses.TobitNLL(group.astype(int))
+    with pytest.warns(UserWarning, match="has no maximum, and `b` rises without end"):
+        gnlin.curve_fit(line, group, NORMAL, START, sigma=0.3, loss=sides)
+    both = np.stack([y, SUCCESSES > 5])
+    with pytest.warns(UserWarning, match="1 of 2 data sets have a likelihood without a"):
+        gnlin.curve_fit(line, group, both, START, loss=loss)
+
+
+@pytest.mark.slow
+def test_a_rate_of_zero_is_a_maximum():
+    group, loss = (X > 0) * 1.0, gnlin.losses.PoissonNLL(log_input=False)
+    rates = lambda p, x: p["a"] * (1 - x) + p["b"] * x
+    start = {"a": 1.0, "b": 1.0}
+    y = np.where(X > 0, 0, COUNTS)
+    fit = gnlin.curve_fit(rates, group, y, start, bounds=(0, None), loss=loss)
+    assert not fit.complaint()
 
 
 def test_shares_that_are_met_exactly_are_not_separated():

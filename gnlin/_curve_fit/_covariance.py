@@ -58,17 +58,19 @@ def covariance(
     length = jnp.maximum(num_points, max(m, k))
     finite = jnp.all(jnp.isfinite(jacobian))
     jacobian = jnp.where((free & seen)[None] & finite, jacobian, 0)
-    if m < k:  # Pad, to get all k right singular vectors.
-        jacobian = jnp.pad(jacobian, ((0, k - m), (0, 0)))
     norms = jax.lax.stop_gradient(jnp.linalg.norm(jacobian, axis=0))
     units = jnp.where(norms > 0, norms, 1)
-    factor, s, vt = _inverse_factor(jacobian / units[None], length)
+    # One more row for each parameter holds the others at their values. Without it they
+    # would count as undetermined, and be mixed with those that are.
+    rows = jnp.diag(jnp.where(free, 0, 1).astype(jacobian.dtype))
+    held = jnp.concatenate([jacobian / units[None], rows])
+    factor, s, vt = _inverse_factor(held, length)
     known = s > 0
-    factor /= units[:, None]
+    factor = jnp.where((norms > 0)[:, None], factor / units[:, None], 0)
     parts = jnp.where(known[:, None], 0, vt)
     undetermined = free & finite & (jnp.linalg.norm(parts, axis=0) > _PART)
     directions = jnp.where(free[None] & finite, parts / units[None], 0)
-    rank = jnp.where(finite, jnp.sum(known), jnp.sum(free))
+    rank = jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0)
     factor = jnp.where(finite, factor, jnp.nan)
     return Covariance(factor, rank, ~undetermined, directions)
 

@@ -10,6 +10,7 @@ from .._solver import result_name, why_it_ended
 from ..losses import BinomialNLL
 from ..losses._robust import AbstractRobust
 from ._likelihood import Likelihood
+from ._no_maximum import escaping
 from ._not_finite import what_is_not_finite
 
 
@@ -22,6 +23,8 @@ def reason(fit: "CurveFit") -> str:
     if fit._setting.many or isinstance(fit.chi_squared, Tracer):
         return ""
     name, steps = result_name(fit.result), int(fit.num_steps)
+    if _are_unlimited(fit):
+        return _without_maximum(fit)
     if name == "successful":
         return f"converged in {steps} steps"
     if name == "nonlinear_max_steps_reached" and steps < fit._setting.max_steps:
@@ -30,8 +33,8 @@ def reason(fit: "CurveFit") -> str:
         return f"all {steps} steps were made: raise `max_steps`, or start closer"
     if int(fit._end.nonfinite.point) >= 0:
         return what_is_not_finite(fit)
+    loss = fit._setting.loss
     if name == "nonfinite" and not np.isfinite(fit._end.loss):
-        loss = fit._setting.loss
         if isinstance(loss, Likelihood):
             rate = ""
             if getattr(loss.loss, "log_input", False):
@@ -41,6 +44,13 @@ def reason(fit: "CurveFit") -> str:
                 "set bounds"
             )
         return "the residuals' squares overflow: start closer, or take larger units of y"
+    if name == "stagnation" and fit._end.loss == 0 and not isinstance(loss, Likelihood):
+        precision = "single" if fit._end.loss.dtype == np.float32 else "double"
+        other = "" if precision == "double" else ", or use double precision"
+        return (
+            f"the residuals' squares underflow in {precision} precision: take smaller "
+            f"units of y{other}"
+        )
     if name == "stagnation" and fit._setting.curve.has_loops:
         return (
             "it stands still: the steps are small and the gradient is not. `f` has "
@@ -70,6 +80,25 @@ def _are_separated(fit: "CurveFit") -> np.ndarray:
     return are_sure
 
 
+def _are_unlimited(fit: "CurveFit") -> np.ndarray:
+    """Whether the likelihood of each data set has no maximum for another reason."""
+    return np.any(escaping(fit) != 0, axis=-1) & ~_are_separated(fit)
+
+
+def _without_maximum(fit: "CurveFit") -> str:
+    ways = {1: "rises", -1: "falls"}
+    which = [
+        f"`{name}` {ways[way]}"
+        for name, way in zip(fit.names, escaping(fit).tolist(), strict=True)
+        if way
+    ]
+    return (
+        f"the likelihood has no maximum, and {' and '.join(which)} without end, as for a "
+        "group whose counts are all 0, whose trials all end alike, or whose values are "
+        "all censored: set bounds, or use fewer parameters"
+    )
+
+
 def complaint(fit: "CurveFit") -> str:
     """Return the warning that the user should see, or an empty string."""
     if isinstance(fit.chi_squared, Tracer):
@@ -84,6 +113,8 @@ def complaint(fit: "CurveFit") -> str:
             ),
             "have successes that the curve separates from failures, so that their "
             "likelihood has no maximum": _are_separated(fit),
+            "have a likelihood without a maximum, so that a parameter may go to "
+            "infinity": _are_unlimited(fit),
         }
         said = [
             f"{flags.sum()} of {flags.size} data sets {what}"
@@ -96,6 +127,8 @@ def complaint(fit: "CurveFit") -> str:
             "`gnlin.curve_fit`: the curve separates successes from failures, so that "
             "the likelihood has no maximum: set bounds, or use fewer parameters."
         )
+    if _are_unlimited(fit):
+        return f"`gnlin.curve_fit`: {fit.reason}."
     is_finite = int(fit._end.nonfinite.point) < 0
     if result_name(fit.result) != "successful" or not is_finite:
         return f"`gnlin.curve_fit` has not converged: {fit.reason}."

@@ -1,6 +1,5 @@
 """Negative log-likelihoods as losses of a fit, and what such a fit reports."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -170,24 +169,3 @@ def shown(loss: AbstractElementwiseLoss, y: np.ndarray) -> np.ndarray:
         return y
     trials = np.broadcast_to(np.asarray(of.trials), y.shape)
     return np.where(trials > 0, y / np.where(trials > 0, trials, 1), np.nan)
-
-
-def runs_test(signs: np.ndarray) -> float:
-    """Return the two-sided p-value for the number of runs of equal signs, by the normal
-    approximation with a correction for continuity.
-
-    ??? cite "Reference"
-
-        A. Wald and J. Wolfowitz, *On a test whether two samples are from the same
-        population*, Ann. Math. Statist. 11 (1940).
-    """
-    signs = signs[signs != 0]
-    above, below = int(np.sum(signs > 0)), int(np.sum(signs < 0))
-    number = above + below
-    if above == 0 or below == 0 or number < 3:
-        return math.nan
-    runs = 1 + int(np.sum(signs[1:] != signs[:-1]))
-    mean = 1 + 2 * above * below / number
-    variance = (mean - 1) * (mean - 2) / (number - 1)
-    far = max(abs(runs - mean) - 0.5, 0) / math.sqrt(variance)
-    return math.erfc(far / math.sqrt(2))

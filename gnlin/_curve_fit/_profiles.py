@@ -23,6 +23,10 @@ _NEAR = 1e-5
 _MOST_REFITS = 30
 # The search for an end stops this many standard errors from the best fit.
 _FARTHEST = 1e4
+# If a parameter's standard error is larger than this multiple of its value, and the loss
+# there this many times smaller or larger than predicted, its ends are sought by
+# bisection in units of its value.
+_ASTRAY = 1e3
 
 
 def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTree]:
@@ -75,20 +79,29 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     # Brackets of the ends, and the steps between them, in standard errors.
     near, far = np.zeros(2 * k), np.full(2 * k, np.inf)
     step = np.full(2 * k, quantile)
-    for _ in range(_MOST_REFITS):
+    astray = np.zeros(2 * k, bool)
+    for number in range(_MOST_REFITS):
         step = np.minimum(step, reach / unit)
         risen(centre + sign * step * unit)
         found |= np.abs(distance - quantile) <= _NEAR * quantile
         found |= (distance < quantile) & (step >= np.minimum(reach / unit, _FARTHEST))
         if found.all():
             break
+        if number == 0:
+            is_huge = (unit > _ASTRAY * np.abs(centre)) & (centre != 0)
+            off = (distance > _ASTRAY * quantile) | (_ASTRAY * distance < quantile)
+            astray = is_huge & off & ~found
+            unit = np.where(astray, np.abs(centre), unit)
+            latest[astray] = np.asarray(best)
+            if astray.any():
+                continue
         below = distance < quantile
         near, far = np.where(below, step, near), np.where(below, far, step)
         with np.errstate(all="ignore"):
             secant = step * quantile / distance
         widest = 4 * np.maximum(near, quantile)
         middle = np.where(np.isinf(far), widest, 0.5 * (near + far))
-        inside = (secant > near) & (secant < np.minimum(far, widest))
+        inside = (secant > near) & (secant < np.minimum(far, widest)) & ~astray
         step = np.where(found, step, np.where(inside, secant, middle))
     met = np.abs(distance - quantile) <= 1e-3 * quantile
     met |= np.isfinite(reach) & (step >= reach / unit)  # at a bound

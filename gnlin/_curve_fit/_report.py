@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from ..losses._robust import AbstractRobust
 from ._curve import rounding
 from ._likelihood import Likelihood
+from ._runs import is_known
 
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _how_well(fit: "CurveFit") -> list[str]:
             f"deviance {float(fit.deviance):.6g}, Pearson's chi-squared "
             f"{chi_squared:.6g} {dof}{criteria}"
         ]
-        if fit.residuals is not None:
+        if fit.residuals is not None and is_known(fit._setting.loss.loss):
             p = fit.runs_test()
             lines.append(f"runs test of the residuals' signs: p = {p:.2g}")
         return lines

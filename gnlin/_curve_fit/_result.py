@@ -20,10 +20,11 @@ from ._arrays import as_x
 from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
 from ._ending import are_determined, complaint, reason
-from ._likelihood import Likelihood, runs_test
-from ._problem import FitSettings
+from ._likelihood import Likelihood
+from ._problem import FitSettings, no_shift, Posed
 from ._profiles import profiles
 from ._report import names_of, report
+from ._runs import is_known, runs_test, signs_of
 from ._statistics import Fitted
 
 
@@ -55,7 +56,8 @@ class CurveFit(eqx.Module):
         derivative of `f` is not finite.
     - `covariance`, `correlation`: a block for each pair of leaves of `start`, as in
         `fit.covariance["a"]["rate"]`; the matrix if `start` is an array. Entries are 0
-        for fixed parameters and NaN for parameters at a bound.
+        for fixed parameters. For parameters at a bound covariances are 0, and
+        correlations NaN.
     - `covariance_matrix`: of the free parameters, in the order of `names`.
     - `chi_squared`: the sum of squared residuals, in units of `sigma` and `sigma_x`; with
         a likelihood, Pearson's. `reduced_chi_squared` is divided by the degrees of
@@ -257,13 +259,37 @@ class CurveFit(eqx.Module):
         A small value means that neighbours deviate alike: the curve misses a feature of
         the data. The residuals are sorted by x if x is one vector, else in the order of
         the points, in which a complex number is its two parts. The value is NaN if all
-        residuals have one sign, or fewer than three are not zero."""
+        residuals have one sign, or fewer than three are not zero.
+
+        With a likelihood of gnlin's the residuals are quantiles of y, drawn at random
+        (with a fixed seed) between the probabilities of a smaller value and of one up to
+        y. A likelihood of your own is refused, because its distribution is unknown.
+
+        ??? cite "Reference"
+
+            P. K. Dunn and G. K. Smyth, *Randomized quantile residuals*, J. Comput. Graph.
+            Stat. 5 (1996).
+        """
         self._check_is_one("runs_test")
-        leaves = jax.tree.leaves(self._at_hand("runs_test").x)
-        residuals = np.asarray(self.residuals)
-        if len(leaves) == 1 and leaves[0].shape == residuals.shape:
-            residuals = residuals[np.argsort(np.asarray(leaves[0]), kind="stable")]
-        return runs_test(np.sign(residuals))
+        data, setting = self._at_hand("runs_test"), self._setting
+        signs, leaves = np.sign(np.asarray(self.residuals)), jax.tree.leaves(data.x)
+        order = np.arange(signs.size)
+        if len(leaves) == 1 and leaves[0].shape == signs.shape:
+            order = np.argsort(np.asarray(leaves[0]), kind="stable")
+        if isinstance(setting.loss, Likelihood):
+            loss = setting.loss.loss
+            if not is_known(loss):
+                raise ValueError(
+                    "`runs_test` needs the distribution of y, which is unknown for a "
+                    "loss of your own: look at `fit.residuals`."
+                )
+            posed, uniform = Posed.of(setting, data), np.zeros(signs.size)
+            uniform[order] = np.random.default_rng(0).uniform(size=signs.size)
+            variables = {"curve": self._free, "x": no_shift(data)}
+            outputs = posed.outputs(variables, posed.given)
+            f, y = map(np.asarray, (outputs, posed.target))
+            signs = np.asarray(data.counted) * signs_of(loss, f, y, uniform)
+        return runs_test(signs[order])
 
     def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
         """Plot the data with their errors, the curve, and its confidence band.
