@@ -19,6 +19,7 @@ from problems import decay, decay_numpy as plain
 import gnlin
 from benchmarks.data import nist
 from gnlin._common import _quickly
+from gnlin._curve_fit._covariance import covariance
 
 
 X = np.linspace(0, 4, 50)
@@ -107,6 +108,38 @@ def test_a_parameter_at_a_bound_and_a_fixed_one():
     report = str(fit)
     assert "at its upper bound, multiplier" in report
     assert "fixed" in report
+    # The parameter at its bound has no covariance with others.
+    expected = [[float(fit.standard_errors["a"]) ** 2, 0], [0, 0]]
+    np.testing.assert_allclose(fit.covariance_matrix, expected, rtol=1e-8, atol=0)
+
+
+def test_a_parameter_at_a_bound_beside_undetermined_ones():
+    """The direction of the others is by a factorisation without the parameter."""
+    jacobian = np.random.default_rng(0).normal(size=(20, 5))
+    jacobian[:, 4] = -2 * jacobian[:, 1]
+    seen, number = jnp.ones(5, bool), jnp.array(20.0)
+    for held in ([2], [1], [0, 1]):
+        free = ~np.isin(np.arange(5), held)
+        found = covariance(jnp.asarray(jacobian), jnp.asarray(free), seen, number)
+        np.testing.assert_array_equal(found.factor[np.array(held)], 0)
+        determined = np.isin(np.arange(5), [1, 4], invert=True) | (1 in held)
+        assert found.determined.tolist() == determined.tolist()
+        assert found.rank == np.linalg.matrix_rank(jacobian[:, free])
+        norms = np.linalg.norm(found.directions, axis=1)
+        assert np.sum(norms > 0) == (1 not in held)
+        which = np.flatnonzero(free & determined)
+        exact = np.linalg.pinv(jacobian[:, free].T @ jacobian[:, free])
+        of_free = np.isin(np.flatnonzero(free), which)
+        np.testing.assert_allclose(
+            found.matrix(jnp.ones(()))[np.ix_(which, which)],
+            exact[np.ix_(of_free, of_free)],
+            rtol=1e-10,
+        )
+    direction = covariance(
+        jnp.asarray(jacobian), jnp.asarray(np.arange(5) != 2), seen, number
+    ).directions
+    (row,) = direction[np.linalg.norm(direction, axis=1) > 0]
+    np.testing.assert_allclose(row / row[1], [0, 1, 0, 0, 0.5], atol=1e-12)
 
 
 @pytest.mark.slow
@@ -885,6 +918,8 @@ def test_profiles_and_starts_are_by_the_program_of_the_fit():
     others = names_compiled(fit.confidence_intervals)
     many = lambda: gnlin.curve_fit(given, X, Y, START, bounds=bounds, starts=4)
     others += names_compiled(many)
+    more = lambda: gnlin.curve_fit(given, X, Y, START, bounds=bounds, starts=65)
+    others += names_compiled(more)
     assert not [name for name in others if "fitted" in name]
     of_another = lambda: gnlin.curve_fit(lambda p, x: 2 * decay(p, x), X, Y, START)
     assert [name for name in names_compiled(of_another) if "fitted" in name]
@@ -1190,6 +1225,19 @@ def test_a_run_that_has_not_converged_says_so():
         gnlin.curve_fit(lambda p, x: 1e200 * (p + x), X, Y, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "said"),
+    [
+        (float, 1e-200, "double precision: take smaller units of y\\.$"),
+        (np.float32, 1e-25, "single precision: take smaller units of y, or use double"),
+    ],
+)
+def test_squares_that_underflow(dtype, size, said):
+    x, y = X.astype(dtype), (size * (2 + NOISE)).astype(dtype)
+    with pytest.warns(UserWarning, match=f"the residuals' squares underflow in {said}"):
+        gnlin.curve_fit(lambda p, x: p + 0 * x, x, y, dtype(size))
+
+
 def test_the_picture():
     matplotlib.use("Agg")
     fit = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)
@@ -1240,6 +1288,19 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
                 "fixed": ["c"],
             },
             "A fixed parameter has one value for all data sets",
+        ),
+        (
+            {"start": {**START, "a": np.ones(2)}, "y": np.stack([Y, Y])},
+            "Each parameter in `start` needs a leading axis over the data sets, of the "
+            r"length 2, or none of them, but their shapes are {'a': \(2,\), 'c': \(\)",
+        ),
+        (
+            {
+                "start": {"a": np.ones(3), "rate": np.ones(3), "c": np.zeros(3)},
+                "y": np.stack([Y, Y]),
+            },
+            "Each parameter in `start` needs a leading axis over the data sets, of the "
+            "length 2, or none of them",
         ),
         ({"sigma_x": -0.1}, "`sigma_x` must be finite, and positive, or 0"),
         ({"sigma_x": np.ones(7)}, "`sigma_x` must be one number, or have the shape"),
@@ -1398,7 +1459,8 @@ def test_a_number_in_a_model_is_not_trained():
 @pytest.mark.parametrize(
     ("y", "message"),
     [
-        (Y[:7], "must have the shapes of `y`, \\(7,\\), but has \\(50,\\)"),
+        (Y[:7], r"must have the shapes of `y`, \(7,\), but has \(50,\)\.$"),
+        (Y[:, None], r"\(50, 1\), but has \(50,\): flatten the one with more axes"),
         (np.where(X > 3, np.nan, Y), "`y` has a missing value"),
         (np.where(X > 3, np.inf, Y), "`y` must be finite"),
         (np.full(50, np.nan), "`y` has a missing value"),

@@ -76,7 +76,8 @@ def curve_fit(
         data, tuples `(x, y)` or `(x, y, sigma)`. With one more leading axis, `y` is
         several data sets: one program fits them all, and every result has this axis too.
     - `start`: the first parameters: a pytree of numbers and arrays, such as a dictionary.
-        With several data sets, each may have its own start on a leading axis.
+        With several data sets, each may have its own start, on a leading axis of every
+        parameter.
     - `solver`: any least-squares solver of gnlin. For several data sets and an `f` with
         loops, the default has the damping rule of few trials,
         [`gnlin.damping.Nielsen`][].
@@ -109,8 +110,7 @@ def curve_fit(
         factor; $\rho''$ is the expected second derivative for gnlin's counts and
         successes, and the observed one for other losses.
     - `starts`: the number of starts: `start` and points of a Sobol sequence between the
-        bounds, which must be finite. The best fit is returned. With more than 64 starts,
-        a further program is compiled.
+        bounds, which must be finite. The best fit is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
         `"omit"` the points and their rows and columns of a covariance.
     - `max_steps`: the maximum number of outer steps.

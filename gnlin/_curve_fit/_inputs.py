@@ -86,6 +86,14 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
                 "A fixed parameter has one value for all data sets, but in `start` each "
                 "has its own: pass one value, or fit each data set separately."
             )
+    of_some = _of_one_set(free, next(iter(lengths), ()))
+    of_one = Values(tree, many=True)
+    if may_be_many and _shapes(outputs(of_some)) == _shapes(of_one.of_one()):
+        raise ValueError(
+            "Each parameter in `start` needs a leading axis over the data sets, of the "
+            f"length {len(jax.tree.leaves(tree)[0])}, or none of them, but their shapes are "
+            f"{jax.tree.map(jnp.shape, free)}."
+        )
     if isinstance(out, Exception):
         of_numpy = isinstance(out, jax.errors.TracerArrayConversionError)
         about_types = isinstance(out, TypeError | ValueError)
@@ -95,11 +103,26 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
             "`f(parameters, x)` failed (it must take these two arguments and use JAX's "
             f"operations): {type(out).__name__}: {first_line(out)}."
         ) from out
+    sizes = [[leaf.size for leaf in jax.tree.leaves(each)] for each in (tree, out)]
+    hint = ": flatten the one with more axes, by `.ravel()`" * (sizes[0] == sizes[1])
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
         f"{jax.tree.map(jnp.shape, tree)}, but has "
-        f"{jax.tree.map(lambda o: o.shape, out)}."
+        f"{jax.tree.map(lambda o: o.shape, out)}{hint}."
     )
+
+
+def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:
+    """Return parameters of one data set, where some of `free` have an axis over data
+    sets, or all have one of a wrong length."""
+    lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(free)}
+    axes = lengths if len(lengths) == 1 else {number}
+
+    def of_one(leaf):
+        is_of_sets = leaf.ndim > 0 and leaf.shape[:1] in axes
+        return jax.ShapeDtypeStruct(leaf.shape[is_of_sets:], leaf.dtype)
+
+    return jax.tree.map(of_one, free)
 
 
 def _shapes(tree: PyTree) -> tuple[Any, list]:

@@ -1,12 +1,13 @@
 """The compiled part of a fit: the run to the minimum, and the statistics there."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
@@ -35,16 +36,16 @@ def fitted(
 
     - `levels`: nested `jax.vmap` axes of the data, the start and the bounds, outermost
         first: a level for several data sets, then one for several starts, of which the
-        best is chosen. Up to 64 starts of one data set run one after the other instead,
-        by the program of a single fit, because another program takes longer to compile.
+        best is chosen. The starts of one data set run one after the other instead, by
+        the program of a single fit: together all would take the steps of the longest, by
+        a program of their own.
     - `held`: the held parameters of a single fit, as in `Data`.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
     if levels == _OF_STARTS and not inside:
         number = len(jax.tree.leaves(start)[0])
-        if number <= _FEW_STARTS:
-            each = [jax.tree.map(lambda s, k=k: s[k], start) for k in range(number)]
-            return _best_of([fitted(setting, data, one) for one in each])
+        each = (jax.tree.map(lambda s, k=k: s[k], start) for k in range(number))
+        return _best_of(fitted(setting, data, one) for one in each)
     alone = not levels and not inside
     if alone:
         if held is None:
@@ -62,19 +63,23 @@ def fitted(
         raise
 
 
-# The levels of one data set with several starts. Up to this many starts run one after the
-# other: 32 starts of three parameters take 54 ms, not 12, but save 6 s of compilation.
+# The levels of one data set with several starts.
 _OF_STARTS = ((None, 0, None),)
-_FEW_STARTS = 64
 
 
 def _best_of(
-    ends: list[tuple[Fitted, dict[str, Any]]],
+    ends: Iterable[tuple[Fitted, dict[str, Any]]],
 ) -> tuple[Fitted, dict[str, Any]]:
-    losses = jnp.stack([end.loss for end, _ in ends])
-    losses = jnp.where(jnp.isnan(losses), jnp.inf, losses)
-    end, parts = ends[int(jnp.argmin(losses))]
-    return end._replace(losses=jnp.sort(losses), history=None), parts
+    losses, least, best = [], np.inf, None
+    for end, parts in ends:
+        loss = float(jnp.where(jnp.isnan(end.loss), jnp.inf, end.loss))
+        if best is None or loss < least:
+            least, best = loss, (end, parts)
+        losses.append(loss)
+    assert best is not None  # there is at least one start
+    end, parts = best
+    sorted_losses = jnp.asarray(np.sort(losses), end.loss.dtype)
+    return end._replace(losses=sorted_losses, history=None), parts
 
 
 @functools.cache

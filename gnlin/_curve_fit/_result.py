@@ -121,6 +121,19 @@ class CurveFit(eqx.Module):
             return f"CurveFit({number} data sets, {well} of them converged{others})"
         return report(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A traced program cannot be pickled. It is traced again from `f`.
+        return vars(self) | {"_setting": self._setting._replace(curve=None)}  # type: ignore
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        curve, setting, data = self._curve, self._setting, self._data
+        if data is not None:
+            one = (lambda p: p[0]) if setting.many else (lambda p: p)
+            free = jax.tree.map(one, self._free)
+            curve = curve.on(free, setting.fixed, data.x)
+        vars(self)["_setting"] = setting._replace(curve=curve)
+
     @property
     def reason(self) -> str:
         """Why the run ended, in words."""
