@@ -4,6 +4,8 @@ documented."""
 import inspect
 import math
 import re
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,6 +123,11 @@ REACHED = {
         abs(n["fit"].parameters["rate"] - 1.3) < 3 * n["fit"].standard_errors["rate"]
         and n["bounded"].parameters["background"] == 0.3
         and n["interval"].low["rate"] < 1.3 < n["interval"].high["rate"]
+        and np.isclose(
+            n["error"] * n["fit"].parameters["rate"] ** 2,
+            np.log(2) * n["fit"].standard_errors["rate"],
+        )
+        and str(n["saved"]) == str(n["fit"])
         and n["robust"].outliers().tolist() == [8, 30]
         and abs(n["poisson"].parameters["rate"] - 1.3)
         < 3 * n["poisson"].standard_errors["rate"]
@@ -222,7 +229,9 @@ def test_page_reaches_its_result(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some draw a picture
     blocks = _python_blocks((ROOT / page).read_text())
     assert blocks, page
-    namespace: dict = {}
+    module = types.ModuleType("page")  # so that its functions can be imported
+    monkeypatch.setitem(sys.modules, "page", module)
+    namespace = vars(module)
     for block in blocks:
         exec(compile(block, page, "exec"), namespace)
     assert REACHED[page](namespace)

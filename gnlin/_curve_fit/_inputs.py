@@ -91,8 +91,8 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
     if may_be_many and _shapes(outputs(of_some)) == _shapes(of_one.of_one()):
         raise ValueError(
             "Each parameter in `start` needs a leading axis over the data sets, of the "
-            f"length {len(jax.tree.leaves(tree)[0])}, or none of them, but their shapes are "
-            f"{jax.tree.map(jnp.shape, free)}."
+            f"length {len(jax.tree.leaves(tree)[0])}, or none of them, but their shapes "
+            f"are {jax.tree.map(jnp.shape, free)}."
         )
     if isinstance(out, Exception):
         of_numpy = isinstance(out, jax.errors.TracerArrayConversionError)
