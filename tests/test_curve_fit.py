@@ -1238,6 +1238,14 @@ def test_squares_that_underflow(dtype, size, said):
         gnlin.curve_fit(lambda p, x: p + 0 * x, x, y, dtype(size))
 
 
+def test_squares_that_underflow_during_the_run():
+    """The loss of the start is not zero, and the rate is not changed at all."""
+    x, size = X.astype(np.float32), np.float32(1e-19)
+    start = {"a": size, "rate": np.float32(1), "c": size / 10}
+    with pytest.warns(UserWarning, match="squares underflow in single precision"):
+        gnlin.curve_fit(decay, x, size * Y.astype(np.float32), start)
+
+
 def test_the_picture():
     matplotlib.use("Agg")
     fit = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)

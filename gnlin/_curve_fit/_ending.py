@@ -9,6 +9,7 @@ from jax.core import Tracer
 from .._solver import result_name, why_it_ended
 from ..losses import BinomialNLL
 from ..losses._robust import AbstractRobust
+from ._curve import rounding
 from ._likelihood import Likelihood
 from ._no_maximum import escaping
 from ._not_finite import what_is_not_finite
@@ -25,6 +26,13 @@ def reason(fit: "CurveFit") -> str:
     name, steps = result_name(fit.result), int(fit.num_steps)
     if _are_unlimited(fit):
         return _without_maximum(fit)
+    if _underflows(fit):
+        precision = "single" if fit._end.loss.dtype == np.float32 else "double"
+        other = "" if precision == "double" else ", or use double precision"
+        return (
+            f"the residuals' squares underflow in {precision} precision: take smaller "
+            f"units of y{other}"
+        )
     if name == "successful":
         return f"converged in {steps} steps"
     if name == "nonlinear_max_steps_reached" and steps < fit._setting.max_steps:
@@ -33,8 +41,8 @@ def reason(fit: "CurveFit") -> str:
         return f"all {steps} steps were made: raise `max_steps`, or start closer"
     if int(fit._end.nonfinite.point) >= 0:
         return what_is_not_finite(fit)
-    loss = fit._setting.loss
     if name == "nonfinite" and not np.isfinite(fit._end.loss):
+        loss = fit._setting.loss
         if isinstance(loss, Likelihood):
             rate = ""
             if getattr(loss.loss, "log_input", False):
@@ -44,13 +52,6 @@ def reason(fit: "CurveFit") -> str:
                 "set bounds"
             )
         return "the residuals' squares overflow: start closer, or take larger units of y"
-    if name == "stagnation" and fit._end.loss == 0 and not isinstance(loss, Likelihood):
-        precision = "single" if fit._end.loss.dtype == np.float32 else "double"
-        other = "" if precision == "double" else ", or use double precision"
-        return (
-            f"the residuals' squares underflow in {precision} precision: take smaller "
-            f"units of y{other}"
-        )
     if name == "stagnation" and fit._setting.curve.has_loops:
         return (
             "it stands still: the steps are small and the gradient is not. `f` has "
@@ -58,6 +59,15 @@ def reason(fit: "CurveFit") -> str:
             "tolerances at which they end"
         )
     return why_it_ended(fit.result).rstrip(".")
+
+
+def _underflows(fit: "CurveFit") -> bool:
+    """Whether the loss is zero only because the squares of the residuals underflow."""
+    if isinstance(fit._setting.loss, Likelihood) or fit._end.loss != 0:
+        return False
+    if fit._data is None or fit.residuals is None:  # read in parts
+        return result_name(fit.result) == "stagnation"
+    return bool(np.max(np.abs(fit.residuals)) > rounding(fit._data))
 
 
 def are_determined(fit: "CurveFit") -> np.ndarray:
@@ -129,8 +139,8 @@ def complaint(fit: "CurveFit") -> str:
         )
     if _are_unlimited(fit):
         return f"`gnlin.curve_fit`: {fit.reason}."
-    is_finite = int(fit._end.nonfinite.point) < 0
-    if result_name(fit.result) != "successful" or not is_finite:
+    is_well = result_name(fit.result) == "successful" and not _underflows(fit)
+    if not is_well or int(fit._end.nonfinite.point) >= 0:
         return f"`gnlin.curve_fit` has not converged: {fit.reason}."
     if isinstance(fit._setting.loss, AbstractRobust) and np.isnan(fit._end.variance):
         return (
