@@ -39,8 +39,9 @@ def rows(name, folder=None):
 def test_fit(tmp_path):
     found = rows("fit", tmp_path)
     for name in ("background", "height", "rate"):
-        true, value, error, spread = found[name]
+        true, value, error, by_hand, spread = found[name]
         assert abs(value - true) < 3 * error
+        assert abs(error - by_hand) <= 1.01e-4
         # A hundred refits determine the spread to 7 %, and the linearisation is
         # approximate.
         assert abs(spread / error - 1) < 0.25

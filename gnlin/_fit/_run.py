@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,29 +24,18 @@ from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
 from ._saver import described_run, Saver
-from ._snapshot import CallbackState, give_back, like_array, Snapshot, state_of
+from ._snapshot import (
+    CallbackState,
+    give_back,
+    like_array,
+    Now,
+    Settled,
+    Snapshot,
+    state_of,
+)
 from ._step import as_handed_out, Compiled, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
-
-
-class _Now(NamedTuple):
-    """The position of a run, and its arrays."""
-
-    step: int
-    epoch: int
-    index: int  # of the next batch in the epoch
-    arrays: list[Array]  # of the carry
-
-
-class _Settled(NamedTuple):
-    """The state of a run after all callbacks were told of all events, which checkpoints
-    save. It is replaced as a whole, so that an interruption cannot leave a mixture."""
-
-    now: _Now
-    states: list[CallbackState]
-    result: optx.RESULTS
-    reason: str
 
 
 # Index into the row of a compiled step, which lacks the columns `step` and `epoch`.
@@ -77,7 +65,7 @@ class Run(AbstractRun):
         """`parts`: the history's columns of the parts of the loss."""
         self._setting = setting
         arrays, self._static = split(as_handed_out(carry))
-        self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
+        self._now = Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
         self._stream = stream
         self._num_epochs = epochs
         self._num_steps = steps
@@ -221,7 +209,7 @@ class Run(AbstractRun):
             self._reason = f"step {self.step}: the data ended"
             self.complaint = f"`gnlin.fit` stopped after step {self.step}. {error}"
 
-    def _enough(self, now: _Now) -> bool:
+    def _enough(self, now: Now) -> bool:
         return self._left(now.step, now.epoch) <= 0
 
     def _left(self, step: int, epoch: int) -> int:
@@ -244,7 +232,7 @@ class Run(AbstractRun):
             new, new_row = advance(now.arrays, arrays, [np.array(numbers, np.int32)])
             if row is not None:
                 self._settle(now, row)
-            now = _Now(now.step + 1, now.epoch, now.index + 1, new)
+            now = Now(now.step + 1, now.epoch, now.index + 1, new)
             row = new_row
             # Stop before asking for another batch, which may take long.
             if self._enough(now):
@@ -265,7 +253,7 @@ class Run(AbstractRun):
         """Return inputs of the compiled step, to show their structures and shapes."""
         return self._carry(), batch.arrays(), [np.zeros(2, np.int32)]
 
-    def _settle(self, now: _Now, row: Array) -> None:
+    def _settle(self, now: Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""
         *figures, failed, converged, moved = map(float, np.asarray(row))
         if not moved:  # The run had converged before this step.
@@ -296,7 +284,7 @@ class Run(AbstractRun):
     def _all_told(self) -> None:
         kept = self._callbacks if self._saver is not None else []
         states = [state_of(callback) for callback in kept]
-        self.settled = _Settled(self._now, states, self.result, self._reason)
+        self.settled = Settled(self._now, states, self.result, self._reason)
 
     def _go_on(self) -> None:
         self._all_told()
@@ -395,7 +383,7 @@ class Run(AbstractRun):
         if not fits or snapshot.result not in RESULT_NAMES:
             raise Fault("was not written by a run with these settings")
         arrays = list(map(like_array, snapshot.carry, self._now.arrays))
-        self._now = _Now(*snapshot.position, arrays)
+        self._now = Now(*snapshot.position, arrays)
         self._rows.restore(snapshot.table)
         self._reason = snapshot.reason
         self.result = getattr(optx.RESULTS, snapshot.result)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 from jaxtyping import Array
 
 from .._common._checks import is_key
@@ -20,6 +21,25 @@ class CallbackState(NamedTuple):
     callback: str
     paths: list[str]
     leaves: list[Any]
+
+
+class Now(NamedTuple):
+    """The position of a run, and its arrays."""
+
+    step: int
+    epoch: int
+    index: int  # of the next batch in the epoch
+    arrays: list[Array]  # of the carry
+
+
+class Settled(NamedTuple):
+    """The state of a run after all callbacks were told of all events, which checkpoints
+    save. It is replaced as a whole, so that an interruption cannot leave a mixture."""
+
+    now: Now
+    states: list[CallbackState]
+    result: optx.RESULTS
+    reason: str
 
 
 class Snapshot(NamedTuple):

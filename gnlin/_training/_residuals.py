@@ -6,8 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree, ScalarLike
 
 from .._common import _tree
@@ -29,8 +27,9 @@ from ..losses import (
 )
 from ..losses._base import check_loss
 from ._data import a_kind_of, as_arrays, rows_not_finite
-from ._group_network import failed, GroupNetwork
+from ._group_network import GroupNetwork
 from ._model import partition
+from ._selection import check_selection
 
 
 class Residuals(AbstractRecognised):
@@ -283,7 +282,7 @@ def of_groups(
                 f"shape {jnp.shape(group.weight)}: multiply the residuals instead."
             )
         if group.select is not None:
-            _check_selection(name, group, parameters)
+            check_selection(name, group.select, group.data, parameters)
     network = GroupNetwork(
         frozen,
         {name: group.fn for name, group in groups.items()},
@@ -314,49 +313,6 @@ def of_groups(
 def _is_coarser(x: Any, dtype: jnp.dtype) -> bool:
     is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
     return is_float and x.dtype.itemsize < dtype.itemsize
-
-
-def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> None:
-    """Raise `ValueError` if `select` fails, or selects invalid rows of concrete data."""
-    select: Callable = group.select  # type: ignore[assignment]
-    data = group.data
-    if callable(data):
-        data = jax.eval_shape(data, jax.random.key(0))
-    unknown = Tracer | jax.ShapeDtypeStruct
-    known = not any(isinstance(x, unknown) for x in jax.tree.leaves(data))
-    select_all = jax.vmap(select)
-    try:
-        rows = jax.eval_shape(select_all, data)
-        if known:
-            with jax.ensure_compile_time_eval():  # concrete even while tracing
-                rows = select_all(data)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        what = f"`select` of the group {name!r} is called with one example"
-        raise failed(what, error) from error
-    structure = jax.tree.structure(parameters)
-    if jax.tree.structure(rows) != structure:
-        raise ValueError(
-            f"`select` of the group {name!r} must return the structure of the model's "
-            f"trained arrays, {structure}, but returns {jax.tree.structure(rows)}."
-        )
-    leaves = jax.tree.leaves(rows), jax.tree.leaves(parameters)
-    for chosen, array in zip(*leaves, strict=True):
-        if not jnp.issubdtype(chosen.dtype, jnp.integer) or array.ndim == 0:
-            raise ValueError(
-                f"`select` of the group {name!r} must return whole numbers, the rows of "
-                f"each array, but for an array of the shape {array.shape} it returns "
-                f"numbers of dtype {chosen.dtype}."
-            )
-        if not isinstance(chosen, Array) or isinstance(chosen, Tracer):
-            continue
-        chosen = np.asarray(chosen)
-        bad = np.flatnonzero((chosen < 0) | (chosen >= array.shape[0]))
-        if bad.size > 0:
-            wrong, each = chosen.ravel()[bad[0]], max(1, chosen.size // len(chosen))
-            raise ValueError(
-                f"Example {bad[0] // each} of the group {name!r} selects row {wrong} of "
-                f"an array that has {array.shape[0]} rows."
-            )
 
 
 def _batch_sizes(
