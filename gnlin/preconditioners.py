@@ -21,7 +21,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, PyTree, ScalarLike
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from ._common import _tree
 from ._common._checks import check_count, check_whole
@@ -113,7 +113,7 @@ class Nystrom(AbstractPreconditioner):
         # Equation (1.3).
         damped = eigenvalues + jnp.asarray(damping, dtype)
         largest = jnp.max(damped)
-        least = _least_part(dtype) * largest
+        least = _least_part(eigenvalues, damping) * largest
         damped = jnp.where(largest > 0, jnp.maximum(damped, least), 1)
         weights = damped[-1] / damped - 1
 
@@ -179,11 +179,13 @@ class BlockDiagonal(AbstractPreconditioner):
         return semidefinite(apply, jacobian.domain.tree)
 
 
-def _least_part(dtype: jnp.dtype) -> float:
+def _least_part(curvature: Array, damping: ScalarLike) -> Scalar:
     """Return the least eigenvalue of an approximated curvature, relative to the largest.
-    An inverse would enlarge the rounding of a gradient beyond all bounds in directions
-    that no output depends on, if they are not damped."""
-    return float(jnp.finfo(dtype).eps) ** (2 / 3)
+    Without damping an inverse would enlarge the rounding of a gradient beyond all bounds,
+    in directions that no output depends on."""
+    eps = float(jnp.finfo(curvature.dtype).eps)
+    part = jnp.where(jnp.asarray(damping) > 0, eps, eps ** (2 / 3))
+    return part.astype(curvature.dtype)
 
 
 def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
@@ -198,19 +200,21 @@ def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
 def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "k i i"]:
     """Return the inverse of each damped block, positive definite by construction from
     Cholesky factors. (Triangular solves are slow for many small blocks.)"""
-    halves = inverse_factors(gram, damping)
+    halves = inverse_factors(gram, damping, _least_part(gram, damping))
     return einsum("kij,kj...->ki...", halves.swapaxes(1, 2), halves)
 
 
 def inverse_factors(
-    gram: Float[Array, "k i i"], damping: ScalarLike
+    gram: Float[Array, "k i i"], damping: ScalarLike, part: ScalarLike | None = None
 ) -> Float[Array, "k i i"]:
     r"""Return $L^{-1}$ of each damped block $LL^\top$, NaN if the blocks are not finite.
-    The damping is raised to a small part of the block, so that none is singular."""
+    A part of each block's trace, by default its rounding, is added to the damping, so
+    that none is singular."""
     size = gram.shape[-1]
     identity = jnp.eye(size, dtype=gram.dtype)
     traces = jnp.trace(gram, axis1=-2, axis2=-1)
-    shift = jnp.asarray(damping, gram.dtype) + _least_part(gram.dtype) * traces
+    part = size * jnp.finfo(gram.dtype).eps if part is None else part
+    shift = jnp.asarray(damping, gram.dtype) + part * traces
     # The shift is zero without damping if no output depends on a block's parameters.
     shift = jnp.where(shift > 0, shift, 1)
     finite = _tree.all_finite(gram)

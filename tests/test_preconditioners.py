@@ -109,8 +109,7 @@ def test_block_diagonal_is_the_inverse_of_the_blocks(max_size, blocks, memory_bu
     expected = np.zeros((28, 28))
     for block in blocks:
         expected[block, block] = np.linalg.inv(curvature[block, block])
-    # Blocks are damped by a small part of their size.
-    np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-10)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
 
 
 @eqx.filter_jit

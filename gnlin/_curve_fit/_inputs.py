@@ -316,7 +316,8 @@ def _is_symmetric(matrix: np.ndarray) -> bool:
     """Whether covariances are symmetric up to rounding, in units of their deviations."""
     deviations = np.sqrt(np.abs(np.diagonal(matrix, axis1=-2, axis2=-1)))
     units = deviations[..., :, None] * deviations[..., None, :]
-    return np.allclose(matrix, np.swapaxes(matrix, -1, -2), atol=1e-8 * units)
+    rounding = max(1e-8, 10 * float(np.finfo(matrix.dtype).eps))
+    return np.allclose(matrix, np.swapaxes(matrix, -1, -2), atol=rounding * units)
 
 
 def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:

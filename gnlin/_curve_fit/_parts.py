@@ -1,6 +1,7 @@
 """Data that are read in parts: arrays, memory maps, or the user's iterable of parts."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -52,22 +53,22 @@ class Parts:
                 )
         else:
             self._x, self._y = columns_of(x), arrays_of(y)
-        given = next(self._whole(), None)
-        if given is None:
+        firsts = list(itertools.islice(self._whole(), 2))
+        if not firsts:
             raise ValueError("There is no data: `x` yields no parts.")
-        x, y, sigma = first = _lengths_checked(*given)
+        # The first part of a stream may be shorter than the others.
+        longest = max(_num(_lengths_checked(*part)[1]) for part in firsts)
+        x, y, sigma = first = _lengths_checked(*firsts[0])
         self.has_sigma = sigma is not None
         rows = jax.tree.map(lambda v: v[:_FEW], (x, y))
         self.example = jax.tree.map(np.asarray, rows)
         leaves = jax.tree.leaves(first)
         each = sum(leaf.nbytes / len(leaf) for leaf in leaves if np.ndim(leaf))
         most = np.inf if self.is_iterable else max(1, _PART_BYTES // each)
-        num = int(min(_num(y), most))
-        block = block_size(*self.example)
-        if not self.is_iterable:  # Later parts may be longer than the first.
-            block = min(block, num)
+        num = int(min(longest, most))
+        block = min(block_size(*self.example), num)
         # A part that its blocks fill is not copied.
-        smaller = range(min(block, num), block // 2, -1)
+        smaller = range(block, block // 2, -1)
         self.block = next((size for size in smaller if num % size == 0), block)
         self.size = -(-num // self.block) * self.block
         self.num_points: int | None = None  # known after the first pass

@@ -71,8 +71,7 @@ class Run(AbstractRun):
         self._num_steps = steps
         if epochs is not None and stream.num_batches is not None:
             self._num_steps = epochs * stream.num_batches
-        # Callbacks that fill in columns come first, so that the others see their figures.
-        self._callbacks = sorted(callbacks, key=lambda each: not each.columns)
+        self._callbacks = callbacks
         self._validation = validation
         self._validate_every = validate_every
         own = [*COLUMNS, *parts, *(validation.columns if validation else ())]
@@ -161,7 +160,8 @@ class Run(AbstractRun):
         return self._setting.network.frozen.with_parameters(parameters)
 
     def _tell(self, event: str) -> None:
-        for callback in self._callbacks:
+        # Callbacks that fill in columns come first, so that the others see their figures.
+        for callback in sorted(self._callbacks, key=lambda each: not each.columns):
             getattr(callback, event)(self)
 
     def train(self, resume: bool) -> None:

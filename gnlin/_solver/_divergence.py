@@ -37,10 +37,12 @@ class Watch(eqx.Module):
         """Return the watch after a further point, whose loss may be NaN."""
         better = loss < self.best
         # A loss of zero, as of a batch whose targets are met, is no measure.
-        size = jnp.where(self.size == 0, jnp.abs(loss), self.size)
-        far = ~(loss - self.first <= (factor - 1) * size)
+        unset = (self.size == 0) & jnp.isfinite(loss)
+        first = jnp.where(unset, loss, self.first)
+        size = jnp.where(unset, jnp.abs(loss), self.size)
+        far = ~(loss - first <= (factor - 1) * size)
         return Watch(
-            self.first,
+            first,
             size,
             jnp.where(better, loss, self.best),
             _tree.where(better, y, self.y),

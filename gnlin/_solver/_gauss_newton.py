@@ -3,15 +3,13 @@
 from collections.abc import Callable
 
 import equinox as eqx
-import jax.numpy as jnp
-import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
-from .._common._checks import as_scalar, check_callable, check_nonnegative, is_traced
-from .._linearisation._spectrum import evaluated, Filter
+from .._common._checks import as_scalar, check_callable, check_nonnegative
+from .._linearisation._spectrum import Filter
 from .._subproblem import check_method
-from ..filters import AbstractFilter, PseudoInverse, Tikhonov
+from ..filters import PseudoInverse, Tikhonov
 from ._stepping import AbstractFilteredGaussNewton
 
 
@@ -87,13 +85,6 @@ class FilteredGaussNewton(AbstractFilteredGaussNewton):
     def __check_init__(self):
         example = "gnlin.filters.Tikhonov(1.0)"
         check_callable("filter", self.filter, "a function of the eigenvalues", example)
-        if not isinstance(self.filter, AbstractFilter) and not is_traced(self.filter):
-            probes = jnp.array([0.0, 1.0])
-            if wrong := np.flatnonzero(np.isnan(evaluated(self.filter, probes))).tolist():
-                raise ValueError(
-                    f"`filter` is NaN at the eigenvalue {wrong[0]}: it must have a value "
-                    "for each eigenvalue from 0 on."
-                )
         check_method(self.method, damped=isinstance(self.filter, Tikhonov))
 
     def filter_at(self, num_steps: Int[Array, ""]) -> Filter:

@@ -168,7 +168,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         one, scale = jnp.ones((), dtype), first_scale(self.scaling or "root", y)
-        state = jax.tree.map(jnp.array, self._rule(y).init(dtype))
+        as_array = lambda x: jnp.array(x, dtype if isinstance(x, float) else None)
+        state = jax.tree.map(as_array, self._rule(y).init(dtype))
         return _Memory(state, scale, -one, one)
 
     def start(self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> State:

@@ -188,12 +188,12 @@ def check_update(solver: str, update: Any, lin: Linearisation, state: State) -> 
                 f"`lin.{like}`, {shapes(expected)}, but has {shapes(found)}."
             )
     what = f"The `memory` of the `Update` of {solver}"
-    check_carried(what, update.memory, "`first_memory`", state.memory)
+    carried(what, update.memory, "`first_memory`", state.memory)
 
 
-def check_carried(what: str, found: PyTree, source: str, expected: PyTree) -> None:
-    """Raise an error if what one step hands to the next differs in kind from the first,
-    which the function `source` has returned."""
+def carried(what: str, found: PyTree, source: str, expected: PyTree) -> PyTree:
+    """Return what one step hands to the next, with the precision of the first one, which
+    the function `source` has returned. Raise an error if it is of another kind."""
 
     def kind(tree: PyTree) -> str:
         leaves, structure = jax.tree.flatten(tree)
@@ -201,8 +201,23 @@ def check_carried(what: str, found: PyTree, source: str, expected: PyTree) -> No
         kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in arrays]
         return f"{structure} of {', '.join(kinds)}"
 
+    if jax.tree.structure(found) == jax.tree.structure(expected):
+        found = jax.tree.map(_in_precision, found, expected)
     if kind(found) != kind(expected):
         raise ValueError(
             f"{what} must be of the kind that {source} returns, {kind(expected)}, but is "
             f"{kind(found)}."
         )
+    return found
+
+
+def _in_precision(x: Any, like: Any) -> Any:
+    """Convert a floating-point number to the precision of another one."""
+    both = eqx.is_array_like(x) and eqx.is_array_like(like)
+    if not both or not (_is_floating(x) and _is_floating(like)):
+        return x
+    return jnp.asarray(x, jnp.result_type(like))
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

@@ -93,8 +93,8 @@ def verdict(
 
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
     now, then = map(objective.residual, (update.outputs, here))
-    # If squares of the residuals underflow, every loss is zero.
-    arrived &= (first_loss != 0) | ~_tree.any_nonzero(then)
+    if objective.is_quadratic:  # If squares of the residuals underflow, all losses are 0.
+        arrived &= (first_loss != 0) | ~_tree.any_nonzero(then)
     gained = objective.decrease(here, update.outputs).astype(loss.dtype)
     point = _as_in(update.problem, lin.point)
     quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)

@@ -19,7 +19,7 @@ from .._subproblem import AbstractSubproblem, Early
 from ..damping import AbstractDamping, Trial
 from ._between_bounds import between_bounds
 from ._detour import Detour
-from ._state import check_carried, Evaluate, increased
+from ._state import carried, Evaluate, increased
 from ._termination import rounding_of_loss, rounding_of_outputs
 
 
@@ -242,9 +242,8 @@ class Trials(NamedTuple):
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
-        state = rule.after(last.state, trial)
         what = f"The state that `after` of {type(rule).__name__} returns"
-        check_carried(what, state, "`init`", last.state)
+        state = carried(what, rule.after(last.state, trial), "`init`", last.state)
         takes = (accepted & ~noise) | ~last.found
         leaves, detour = last.leaves, last.detour
         if self.detour is not None:

@@ -16,6 +16,7 @@ from .._common._checks import (
     check_one_of,
     check_share,
     fraction,
+    is_traced,
     nan_unless,
     nonnegative,
 )
@@ -96,7 +97,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         if not callable(self.damping):
             check_finite_nonnegative("damping", self.damping)
         check_share("warm_start", self.warm_start)
-        if self.max_inner_steps is not None:
+        if not is_traced(self.max_inner_steps) and self.max_inner_steps is not None:
             check_count("max_inner_steps", self.max_inner_steps)
         hint = "; to solve exactly use `gnlin.DampedGaussNewton`"
         check_one_of("method", self.method, ("auto", "dense", "matrix-free"), hint)

@@ -17,7 +17,7 @@ from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation import _spectrum
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import evaluated, Filter, Spectrum
-from ..filters import PseudoInverse, Tikhonov
+from ..filters import AbstractFilter, PseudoInverse, Tikhonov
 from ._base import AbstractWay, Answer, price_of_squaring
 
 
@@ -96,9 +96,10 @@ class Spectral(AbstractWay):
         w, c = spectrum.eigenvalues, spectrum.coefficients
         g = evaluated(filter, w)
         # The step multiplies the linearised residual by 1 - w g(w). Growth by 1/eps
-        # counts as divergence.
-        growth = jnp.abs(1 - w * g)
-        diverged = jnp.any(~(growth < 1 / jnp.finfo(w.dtype).eps))
+        # counts as divergence, and so does the NaN of an overflow in gnlin's filters.
+        growth, most = jnp.abs(1 - w * g), 1 / jnp.finfo(w.dtype).eps
+        of_gnlin = isinstance(filter, AbstractFilter)
+        diverged = jnp.any(~(growth < most) if of_gnlin else growth >= most)
         result = optx.RESULTS.where(
             diverged & spectrum.finite(),
             optx.RESULTS.nonlinear_divergence,

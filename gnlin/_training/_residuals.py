@@ -276,7 +276,7 @@ def of_groups(
     parameters, frozen = partition(model, filter_spec, called=False)
     samplers = {name: g.data for name, g in groups.items() if callable(g.data)}
     for name, group in groups.items():
-        if jnp.ndim(group.weight) > 0:
+        if jnp.size(group.weight) != 1:
             raise ValueError(
                 f"The `weight` of the group {name!r} must be one number, but has the "
                 f"shape {jnp.shape(group.weight)}: multiply the residuals instead."

@@ -35,6 +35,7 @@ class Log(Callback):
             )
         self.write = write
         self.every = every
+        self._seen: set[str] = set()
 
     def on_start(self, run: Run) -> None:
         self._seen = set(_figures(run))

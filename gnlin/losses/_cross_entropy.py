@@ -220,7 +220,7 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
     def elementwise(self, output: Array, target: Array) -> Array:
         # Both terms stay accurate where the other one vanishes.
         wrong = (1 - target) * jnp.maximum(output, 0) - target * jnp.minimum(output, 0)
-        certain = jnp.isinf(output) & (target == (output > 0).astype(target.dtype))
+        certain = jnp.isinf(output) & jnp.where(output > 0, target == 1, target == 0)
         return jnp.where(certain, 0, wrong + jnp.log1p(jnp.exp(-jnp.abs(output))))
 
     def derivative(self, output: Array, target: Array) -> Array:

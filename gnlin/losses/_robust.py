@@ -166,7 +166,7 @@ class Cauchy(AbstractRobust):
 
     _rho: ClassVar[Rho] = Rho(
         value=lambda u: jnp.where(
-            abs(u) < 1, 0.5 * jnp.log1p(u**2), jnp.log(_one_beside(u))
+            abs(u) <= 1, 0.5 * jnp.log1p(u**2), jnp.log(_one_beside(u))
         ),
         slope=lambda u: u / (1 + u**2),
         root=lambda u: jnp.sqrt(jnp.maximum(1 - u**2, 0)) / (1 + u**2),
