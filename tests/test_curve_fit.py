@@ -611,6 +611,19 @@ def test_small_deviations_of_as_many_data_sets_as_points_are_no_covariance():
     np.testing.assert_allclose(fits.standard_errors, expected, rtol=1e-9)
 
 
+def test_a_covariance_that_is_symmetric_to_single_precision():
+    """A product of three factors is symmetric to their rounding only."""
+    rng = np.random.default_rng(0)
+    half = (1e-3 * (np.eye(50) + rng.normal(size=(50, 50)) / 14)).astype(np.float32)
+    given = half @ (np.diag(np.linspace(0.5, 2, 50)).astype(np.float32) @ half.T)
+    assert not np.array_equal(given, given.T)
+    x, start = X.astype(np.float32), {k: np.float32(v) for k, v in START.items()}
+    fit = gnlin.curve_fit(decay, x, Y.astype(np.float32), start, sigma=given)
+    exact = gnlin.curve_fit(decay, X, Y, START, sigma=given.astype(float))
+    found, expected = values(fit.parameters), values(exact.parameters)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
 @pytest.mark.slow
 def test_sigma_of_a_dictionary_of_values():
     def both(p, x):

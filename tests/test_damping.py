@@ -206,6 +206,14 @@ class Counted(Halved):
         return state + (0.5 if self.changes else 1)
 
 
+class Halving(Halved):
+    def init(self, dtype):
+        return jnp.array(1e-3, jnp.float64)
+
+    def after(self, state, trial):
+        return trial.damping / 2
+
+
 def test_a_rule_may_return_plain_numbers():
     a, b = matrix(MATRICES["tall"])
     args = jnp.asarray(a), jnp.asarray(b)
@@ -213,6 +221,11 @@ def test_a_rule_may_return_plain_numbers():
     solution = least_squares(linear, solver, jnp.ones(4), args)
     expected, *_ = np.linalg.lstsq(a, b)
     np.testing.assert_allclose(solution.value, expected, rtol=1e-6)
+    # A state may have another precision than the numbers of a trial.
+    solver = gnlin.LevenbergMarquardt(damping=Halving())
+    single = jax.tree.map(lambda x: x.astype(jnp.float32), (jnp.ones(4), args))
+    found = least_squares(linear, solver, *single)
+    np.testing.assert_allclose(found.value, expected, rtol=1e-3)
     solver = gnlin.LevenbergMarquardt(damping=Counted(changes=True))
     with pytest.raises(ValueError, match=r"state that `after` of Counted .* `init`"):
         least_squares(linear, solver, jnp.ones(4), args)

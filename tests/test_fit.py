@@ -936,6 +936,22 @@ class Shifted(gnlin.authoring.AbstractElementwiseLoss):
         return 0.5 * (output - target) ** 2 - 1000.0
 
 
+class WithoutConstant(Shifted):
+    """Squared error without the term of the target alone; an output of 0 has no loss."""
+
+    def elementwise(self, output, target):
+        return (0.5 * output - target) * output
+
+
+def test_a_first_loss_of_zero_that_falls_converges():
+    x = np.linspace(-1, 1, 8)[:, None]
+    model = lambda b, x: b * x, jnp.zeros(1)
+    solver = gnlin.DampedGaussNewton(1e-9)
+    end = gnlin.solve(model, (x, 2 * x), solver, loss=WithoutConstant())
+    assert end.result == optx.RESULTS.successful
+    np.testing.assert_allclose(end.model[1], 2, rtol=1e-6)
+
+
 def test_negative_losses_that_rise():
     x = np.linspace(-1, 1, 8)[:, None]
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
@@ -960,6 +976,11 @@ def test_a_negative_loss_that_crosses_zero_does_not_diverge():
             for _ in range(5):
                 watch = watch.look(y, jnp.array(loss), 100.0)
             assert bool(watch.diverges) == diverges
+    # A first loss of zero is no measure, and neither is NaN.
+    watch = Watch.start(SumOfSquares(), y, outputs, jnp.array(0.0))
+    for loss in (jnp.nan, 3.0, 3.0, 3.0, 3.0, 3.0):
+        watch = watch.look(y, jnp.array(loss), 1.5)
+    assert not watch.diverges
 
 
 def test_an_optimiser_of_optax_has_no_columns_of_a_linearisation():

@@ -254,6 +254,21 @@ def test_a_filter_that_is_nan_at_zero():
     assert solution.result == optx.RESULTS.nonfinite
 
 
+def test_a_filter_of_all_eigenvalues_under_jit():
+    """The filter needs the spectrum, and not single numbers."""
+
+    @jax.jit
+    def step(weights):
+        solver = gnlin.methods.FilteredGaussNewton(lambda w: weights / (w + w.max()))
+        residuals = lambda b, _: jnp.diag(jnp.array([2.0, 1.0])) @ b - 1
+        return optx.least_squares(
+            residuals, solver, jnp.zeros(2), max_steps=1, throw=False
+        ).value
+
+    found = step(jnp.array([1.0, 3.0]))
+    np.testing.assert_allclose(found, [2 / 8, 3 / 5], rtol=1e-6)
+
+
 def test_a_factor_that_is_none():
     x = jnp.linspace(0.0, 1.0, 5)
     with pytest.raises(TypeError, match="`factor` of NoFactor must return a factor"):

@@ -333,6 +333,8 @@ def test_a_retraction_may_hold_arrays():
         (lambda x, d: jnp.mod(x + d, 2 * jnp.pi), False),
         (lambda x, d: jnp.where(d > 0, x * jnp.exp(d), x + jnp.asarray(1.0) * d), False),
         (lambda x, d: x + jax.lax.cond(d > 0, jnp.sin, jnp.tanh, d), False),
+        (lambda x, d: jax.lax.fori_loop(0, 3, lambda _, y: y + d / 3, x), False),
+        (lambda x, d: jnp.arctan2(*jnp.stack([jnp.sin(x + d), jnp.cos(x + d)])), False),
     ],
 )
 def test_a_row_and_entries_are_told_apart(fn, is_a_row):

@@ -168,6 +168,27 @@ def groups(data, **options):
     }
 
 
+def test_a_small_damping_in_single_precision():
+    """A parameter of each row hardly matters: its curvature is 1e-5 of the other's."""
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(60, 3)).astype(np.float32)
+    data = {"b": draws[:, :2], "y": draws[:, 2], "row": np.arange(60) % 8}
+    scale = jnp.array([1.0, 0.003], jnp.float32)
+
+    def fn(model, each):
+        return model["shared"] + model["own"][0] @ (each["b"] * scale) - each["y"]
+
+    select = lambda each: {"own": each["row"][None], "shared": jnp.array(0)}
+    group = gnlin.Residuals(fn, data, select=select)
+    model = {"own": jnp.zeros((8, 2), jnp.float32), "shared": jnp.zeros(1, jnp.float32)}
+
+    def loss(method):
+        solver = gnlin.DampedGaussNewton(1e-7, method=method)
+        return gnlin.solve(model, group, solver, max_steps=1).loss
+
+    np.testing.assert_allclose(loss("schur"), loss("svd"), rtol=1e-3)
+
+
 @pytest.mark.slow
 def test_runs_are_those_by_the_whole_curvature():
     """Runs with acceleration and between bounds."""
