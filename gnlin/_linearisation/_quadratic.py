@@ -41,6 +41,7 @@ class Quadratic(eqx.Module):
         return _tree.dot(pushed, pushed).astype(norm.dtype)
 
     def curvature_along_gradient(self) -> Scalar:
+        """Return the curvature along the gradient, and zero if it is zero."""
         return self.curvature_along(self.gradient())
 
     def flat_residual(self) -> Float[Array, " m"]:
