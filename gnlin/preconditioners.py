@@ -16,6 +16,7 @@ damping, parameters may drift in directions that the data do not determine: give
 import abc
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -205,7 +206,7 @@ def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, 
 
 
 def inverse_factors(
-    gram: Float[Array, "k i i"], damping: ScalarLike, part: ScalarLike | None = None
+    gram: Float[Array, "k i i"], damping: ScalarLike, part: Any = None
 ) -> Float[Array, "k i i"]:
     r"""Return $L^{-1}$ of each damped block $LL^\top$, NaN if the blocks are not finite.
     A part of each block's trace, by default its rounding, is added to the damping, so
