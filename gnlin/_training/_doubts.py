@@ -31,7 +31,7 @@ def after_full_batch(
         return f"`gnlin.solve` made no step: {NO_GRADIENT}"
     num_steps = len(losses)
     judged = converged or num_steps >= _LOOKED_BACK
-    if num_steps == 0 or not judged or not _is_worse(losses[0], last):
+    if num_steps == 0 or not judged or not _is_worse(float(losses[0]), last):
         return ""
     return (
         f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
@@ -68,7 +68,7 @@ def after_batches(
     first, last = next((loss for loss in losses if loss != 0), 0.0), float(np.mean(late))
     # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
     risen = last > first and np.mean(late > early[:, None]) > _RISEN
-    if not (risen or _is_worse(first, last)):
+    if not (risen or _is_worse(float(first), last)):
         return ""
     return (
         f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {first:.3g} "
