@@ -449,7 +449,6 @@ def test_equivalents_at_the_ends():
         (lambda: GradientDescent(1, math.inf), "learning_rate"),
         (lambda: GradientDescent(1, math.nan), "learning_rate"),
         (lambda: GradientFlow(-1.0), "time"),
-        (lambda: Damped("a", 1.0), "filter"),
         (lambda: GradientFlow(math.nan), "time"),
         (lambda: HeavyBall(0, 0.1, 0.5), "period"),
         (lambda: HeavyBall(1, 0.0, 0.5), "learning_rate"),
@@ -468,3 +467,9 @@ def test_a_bad_parameter_is_named_in_one_sentence(build, name):
     message = str(caught.value)
     assert message.endswith(" was given.")
     assert "\n" not in message
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_damped_needs_a_filter():
+    with pytest.raises(ValueError, match="`filter` must be a function of the eigen"):
+        Damped("a", 1.0)
