@@ -23,6 +23,7 @@ from ._solver import (
     check_divergence,
     LevenbergMarquardt,
     result_name,
+    WELL,
 )
 from ._training._data import as_batch, not_finite
 from ._training._doubts import after_full_batch, not_fitted
@@ -51,9 +52,6 @@ from ._training._step import (
 )
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
-
-
-_WELL = "successful", "nonlinear_max_steps_reached"
 
 
 def solve(
@@ -194,7 +192,7 @@ def solve(
         num_steps = stats["num_steps"]
         rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
         ended, why = result_name(result), ""
-        if ended not in _WELL:
+        if ended not in WELL:
             why = why_it_failed(setting, carry)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
             given = not_finite(*batch) if groups is None else where_not_finite(groups)
@@ -211,7 +209,7 @@ def solve(
             carry, loss_now = _best(carry, loss_now)
             reason = f"step {num_steps}: interrupted"
             complaint = f"`gnlin.solve` was interrupted after step {num_steps}."
-        elif ended in _WELL and history:
+        elif ended in WELL and history:
             found = rows["loss"], rows["gradient_norm"]
             converged = ended == "successful"
             doubt = after_full_batch(*found, float(loss_now), converged=converged)
@@ -230,7 +228,7 @@ def solve(
     if doubt or (complaint and (is_interrupted or not throw)):
         warnings.warn(doubt or complaint, stacklevel=2)
     if throw:
-        well = [result == getattr(optx.RESULTS, name) for name in _WELL]
+        well = [result == getattr(optx.RESULTS, name) for name in WELL]
         return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))
     return solution
 

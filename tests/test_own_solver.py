@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+import inspect
+import re
 from pathlib import Path
 
 import equinox as eqx
@@ -10,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from jax.flatten_util import ravel_pytree
 from problems import as_jax, sines, sines_data, sines_numpy
 
 import gnlin
@@ -211,18 +212,13 @@ def test_mistakes_in_a_solver_of_ones_own(solver, said):
         gnlin.solve((exponential, jnp.ones(2)), (x, x), solver, max_steps=2)
 
 
-class Dense(gnlin.authoring.AbstractMethod):
-    """As in its docstring."""
-
-    @classmethod
-    def of(cls, problem, cost):
-        return cls(problem.at_hand(), cost.rows)
-
-    def solve(self, filter):
-        curvature = self.problem.jacobian.curvature()
-        damped = curvature + filter.damping * jnp.eye(len(curvature))
-        gradient, unravel = ravel_pytree(self.gradient())
-        return gnlin.authoring.Answer(unravel(-jnp.linalg.solve(damped, gradient)))
+def of_the_docstring():
+    """The class in the docstring of `AbstractMethod`."""
+    text = inspect.cleandoc(gnlin.authoring.AbstractMethod.__doc__)
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    names = {"gnlin": gnlin, "jax": jax, "jnp": jnp}
+    exec(inspect.cleandoc("\n" + block), names)
+    return names["Dense"]
 
 
 @pytest.mark.parametrize(
@@ -233,16 +229,16 @@ class Dense(gnlin.authoring.AbstractMethod):
     ],
 )
 def test_a_method_of_ones_own(solver):
-    x = jnp.linspace(0.0, 1.0, 9)
+    x, own = jnp.linspace(0.0, 1.0, 9), of_the_docstring()
     model = exponential, jnp.ones(2)
     found, expected = (
         gnlin.solve(model, (x, jnp.sin(x)), solver(method=method), max_steps=5)
-        for method in (Dense, "curvature")
+        for method in (own, "curvature")
     )
     np.testing.assert_allclose(found.model[1], expected.model[1], rtol=1e-9)
     assert found.stats == expected.stats
     with pytest.raises(ValueError, match="'Dense' cannot be used for `PseudoInverse`"):
-        gnlin.solve(model, (x, x), gnlin.GaussNewton(method=Dense))
+        gnlin.solve(model, (x, x), gnlin.GaussNewton(method=own))
 
 
 def test_a_filter_that_is_nan_at_zero():

@@ -11,7 +11,7 @@ from .._common import _tree
 from ..losses import TobitNLL
 from ._curve import Data
 from ._likelihood import Likelihood
-from ._problem import no_shift, Posed
+from ._problem import Posed
 from ._undetermined import is_inside
 
 
@@ -51,8 +51,7 @@ def escaping(fit: "CurveFit") -> np.ndarray:
         moved = unravel(start + step)
 
         def outputs(parameters):
-            variables = {"curve": parameters, "x": no_shift(data)}
-            return posed.outputs(variables, posed.given)
+            return posed.outputs(posed.variables(parameters), posed.given)
 
         here, there = outputs(unravel(start)), outputs(moved)
         fall = posed.loss.decrease(here, there, posed.target)

@@ -65,6 +65,11 @@ class Posed(NamedTuple):
             loss = Likelihood(loss=loss.loss, counted=counted)
         return Posed(setting.curve, (data, setting.fixed), loss, target, counted)
 
+    def variables(self, parameters: PyTree) -> PyTree:
+        """Return the variables of the problem, with x as it was given."""
+        data, _ = self.given
+        return {"curve": parameters, "x": no_shift(data)}
+
     def outputs(self, variables: PyTree, given: tuple[Data, PyTree]) -> Array:
         data, fixed = given
         x = data.moved(variables["x"])

@@ -21,7 +21,7 @@ from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
 from ._ending import are_determined, complaint, reason
 from ._likelihood import Likelihood
-from ._problem import FitSettings, no_shift, Posed
+from ._problem import FitSettings, Posed
 from ._profiles import profiles
 from ._report import names_of, report
 from ._runs import is_known, runs_test, signs_of
@@ -298,8 +298,7 @@ class CurveFit(eqx.Module):
                 )
             posed, uniform = Posed.of(setting, data), np.zeros(signs.size)
             uniform[order] = np.random.default_rng(0).uniform(size=signs.size)
-            variables = {"curve": self._free, "x": no_shift(data)}
-            outputs = posed.outputs(variables, posed.given)
+            outputs = posed.outputs(posed.variables(self._free), posed.given)
             f, y = map(np.asarray, (outputs, posed.target))
             signs = np.asarray(data.counted) * signs_of(loss, f, y, uniform)
         return runs_test(signs[order])

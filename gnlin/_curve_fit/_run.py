@@ -14,7 +14,7 @@ from .._linear_algebra import _lapack
 from .._linearisation._bounds import Box
 from .._solve import solve
 from ._curve import Data
-from ._problem import at_bounds, FitSettings, no_shift, Posed, with_bounds
+from ._problem import at_bounds, FitSettings, Posed, with_bounds
 
 
 class Run(NamedTuple):
@@ -37,7 +37,7 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
     of_all = None if bounds is None else tuple({"curve": b} for b in bounds)
     # For `solve` the data set is one example without inputs, whose outputs are the curve.
     solution = solve(
-        (eqx.Partial(_outputs, posed), {"curve": start, "x": no_shift(data)}),
+        (eqx.Partial(_outputs, posed), posed.variables(start)),
         (jnp.zeros(1), posed.target[None]),
         with_bounds(setting.solver, of_all),
         loss=posed.loss,

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from .._common._canonical import join, split
 from .._common._identity import as_numpy
-from .._solver import result_name, RESULT_NAMES
+from .._solver import result_name, RESULT_NAMES, WELL
 from .._training._doubts import after_batches
 from .._training._solution import COLUMNS, History, in_words, on_host, Solution
 from .._training._step import (
@@ -72,6 +72,8 @@ class Run(AbstractRun):
         if epochs is not None and stream.num_batches is not None:
             self._num_steps = epochs * stream.num_batches
         self._callbacks = callbacks
+        # Callbacks that fill in columns come first, so that the others see their figures.
+        self._told = sorted(callbacks, key=lambda each: not each.columns)
         self._validation = validation
         self._validate_every = validate_every
         own = [*COLUMNS, *parts, *(validation.columns if validation else ())]
@@ -160,8 +162,7 @@ class Run(AbstractRun):
         return self._setting.network.frozen.with_parameters(parameters)
 
     def _tell(self, event: str) -> None:
-        # Callbacks that fill in columns come first, so that the others see their figures.
-        for callback in sorted(self._callbacks, key=lambda each: not each.columns):
+        for callback in self._told:
             getattr(callback, event)(self)
 
     def train(self, resume: bool) -> None:
@@ -387,7 +388,7 @@ class Run(AbstractRun):
         self._rows.restore(snapshot.table)
         self._reason = snapshot.reason
         self.result = getattr(optx.RESULTS, snapshot.result)
-        if snapshot.result not in ("successful", "nonlinear_max_steps_reached"):
+        if snapshot.result not in WELL:
             self.complaint = f"`gnlin.fit` stopped at {snapshot.reason}."
 
     def restore_callbacks(self, states: list[CallbackState]) -> bool:

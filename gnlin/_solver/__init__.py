@@ -21,6 +21,7 @@ from ._termination import (
     LAST_FINITE as LAST_FINITE,
     result_name as result_name,
     RESULT_NAMES as RESULT_NAMES,
+    WELL as WELL,
     why_it_ended as why_it_ended,
 )
 from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton

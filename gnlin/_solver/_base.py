@@ -26,7 +26,7 @@ from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import Retraction
 from ._detour import Detour
-from ._state import check_update, Counts, Evaluate, Report, State, Update
+from ._state import checked, Counts, Evaluate, Report, State, Update
 from ._termination import Ended, verdict
 from ._verbose import print_row
 
@@ -193,7 +193,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         num_steps = state.counts.num_feature_updates
         lin = self.placed(objective, lin)
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
-        check_update(type(self).__name__, update, lin, state)
+        update = checked(type(self).__name__, update, lin, state)
         return self.ended(objective, lin, update, state, same_examples)
 
     def ended(

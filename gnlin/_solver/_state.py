@@ -165,8 +165,9 @@ class Update(eqx.Module):
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
 
 
-def check_update(solver: str, update: Any, lin: Linearisation, state: State) -> None:
-    """Raise an error if what a solver's `update` returns does not fit the run."""
+def checked(solver: str, update: Any, lin: Linearisation, state: State) -> Update:
+    """Return what a solver's `update` returned, with a memory of the precision that the
+    run carries. Raise an error if it does not fit the run."""
     if not isinstance(update, Update):
         raise TypeError(
             f"`update` of {solver} must return a `gnlin.authoring.Update(y, outputs)`, "
@@ -188,7 +189,8 @@ def check_update(solver: str, update: Any, lin: Linearisation, state: State) -> 
                 f"`lin.{like}`, {shapes(expected)}, but has {shapes(found)}."
             )
     what = f"The `memory` of the `Update` of {solver}"
-    carried(what, update.memory, "`first_memory`", state.memory)
+    memory = carried(what, update.memory, "`first_memory`", state.memory)
+    return dataclasses.replace(update, memory=memory)
 
 
 def carried(what: str, found: PyTree, source: str, expected: PyTree) -> PyTree:

@@ -316,6 +316,10 @@ RESULT_NAMES = (
 )
 
 
+# The names of the endings that are no failure.
+WELL = "successful", "nonlinear_max_steps_reached"
+
+
 def result_name(result: optx.RESULTS) -> str:
     """Return the name in `optimistix.RESULTS`, whose message for success is empty."""
     for name in RESULT_NAMES:

@@ -171,11 +171,12 @@ def way_of(
     problem: Quadratic | ProxLinear, filter: Filter, num_trials: int, method: Any
 ) -> type[AbstractWay]:
     """Return the class of the way that `choose` takes."""
-    chosen = [way for kind, way in _OBJECTS if isinstance(method, kind)]
-    for way in [method] if _is_own(method) else chosen:
-        if not way.fits(problem, filter):
-            raise does_not_serve(getattr(way, "method", way.__name__), filter)
-        return way
+    ways = (way for kind, way in _OBJECTS if isinstance(method, kind))
+    given = method if _is_own(method) else next(ways, None)
+    if given is not None:
+        if not given.fits(problem, filter):
+            raise does_not_serve(getattr(given, "method", given.__name__), filter)
+        return given
     serving = [way for way in WAYS if way.fits(problem, filter)]
     if method != "auto":
         asked = [way for way in serving if way.method == method]

@@ -65,10 +65,11 @@ def after_batches(
     some = min(_LOOKED_BACK, len(losses) // 2)
     early, late = losses[:some], losses[-some:]
     # A loss of zero, as of a batch whose targets are met, is no measure.
-    first, last = next((loss for loss in losses if loss != 0), 0.0), float(np.mean(late))
+    first = float(next((loss for loss in losses if loss != 0), 0.0))
+    last = float(np.mean(late))
     # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
     risen = last > first and np.mean(late > early[:, None]) > _RISEN
-    if not (risen or _is_worse(float(first), last)):
+    if not (risen or _is_worse(first, last)):
         return ""
     return (
         f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {first:.3g} "
