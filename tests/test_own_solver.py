@@ -1,5 +1,6 @@
 """User-defined solvers, as in the documentation's example."""
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -135,6 +136,26 @@ def test_a_step_to_a_point_that_is_not_finite_is_refused(max_steps):
             progress=False,
         )
     np.testing.assert_array_equal(batches.model[1], start)
+
+
+class Remembering(Descent):
+    """A solver whose memory begins in double precision and goes on in single."""
+
+    def first_memory(self, y, dtype):
+        return jnp.zeros((), jnp.float64)
+
+    def update(self, objective, lin, evaluate, memory, num_steps):
+        update = super().update(objective, lin, evaluate, memory, num_steps)
+        return dataclasses.replace(update, memory=jnp.ones((), jnp.float32))
+
+
+def test_a_memory_keeps_its_precision():
+    x = jnp.linspace(0.0, 1.0, 5)
+    residuals = lambda b, data: exponential(b, data) - data
+    solution = optx.least_squares(
+        residuals, Remembering(0.1), jnp.ones(2), x, max_steps=2, throw=False
+    )
+    assert solution.stats["num_steps"] == 2
 
 
 class Faulty(gnlin.authoring.AbstractGaussNewton):
