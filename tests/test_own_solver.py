@@ -262,6 +262,14 @@ def test_a_method_of_ones_own(solver):
         gnlin.solve(model, (x, x), gnlin.GaussNewton(method=own))
 
 
+def test_a_method_that_is_not_complete():
+    class Nothing(gnlin.authoring.AbstractMethod):
+        pass
+
+    with pytest.raises(ValueError, match="method=Nothing` lacks 'of' and 'solve'"):
+        gnlin.DampedGaussNewton(0.1, method=Nothing)
+
+
 def test_a_filter_that_is_nan_at_zero():
     solver = gnlin.methods.FilteredGaussNewton(lambda w: (1 - jnp.exp(-w)) / w)
     x = jnp.linspace(0.0, 1.0, 5)

@@ -106,8 +106,14 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
 
 
 def _is_own(method: Any) -> bool:
-    """Whether a method is a way of the user's own."""
-    return isinstance(method, type) and issubclass(method, AbstractWay)
+    """Whether a method is a way of the user's own; raise if it is not complete."""
+    is_own = isinstance(method, type) and issubclass(method, AbstractWay)
+    if missing := is_own and sorted(method.__abstractmethods__):
+        raise ValueError(
+            f"`method={method.__name__}` lacks {' and '.join(map(repr, missing))}: define "
+            "each in the class."
+        )
+    return is_own
 
 
 def check_form(form: str, method: Any) -> None:
