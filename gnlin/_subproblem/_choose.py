@@ -109,10 +109,8 @@ def _is_own(method: Any) -> bool:
     """Whether a method is a way of the user's own; raise if it is not complete."""
     is_own = isinstance(method, type) and issubclass(method, AbstractWay)
     if missing := is_own and sorted(method.__abstractmethods__):
-        raise ValueError(
-            f"`method={method.__name__}` lacks {' and '.join(map(repr, missing))}: define "
-            "each in the class."
-        )
+        names = " and ".join(map(repr, missing))
+        raise ValueError(f"`method={method.__name__}` lacks {names}: define each there.")
     return is_own
 
 
