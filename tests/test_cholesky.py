@@ -34,7 +34,7 @@ def problem(shape, dtype=float, rest=False):
 @pytest.mark.parametrize(
     ("method", "dtype", "shape"),
     each_pair(
-        ["kernel", "curvature", "svd", "matrix-free"],
+        ["kernel", "curvature", "cholesky-qr", "svd", "matrix-free"],
         [jnp.float32, jnp.float64],
         [(7, 3), (3, 7), (4, 4), (1, 1)],
     ),
@@ -61,7 +61,7 @@ def test_other_residuals_by_the_same_factorisation(shape, dtype, method):
         assert step.dtype == dtype
 
 
-@pytest.mark.parametrize("method", ["kernel", "curvature"])
+@pytest.mark.parametrize("method", ["kernel", "curvature", "cholesky-qr"])
 def test_with_a_rest(method):
     @jax.jit
     def step():
@@ -85,7 +85,7 @@ def steps_of(method, a, b):
     return [each.solve(FILTER).step for each in (ready, ready.factorised(FILTER))]
 
 
-@pytest.mark.parametrize("method", ["kernel", "curvature"])
+@pytest.mark.parametrize("method", ["kernel", "curvature", "cholesky-qr"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["jacobian", "residual"])
 def test_nonfinite_input_gives_nan(where, bad, method):
@@ -98,7 +98,7 @@ def test_nonfinite_input_gives_nan(where, bad, method):
         assert not np.all(np.isfinite(step))
 
 
-@pytest.mark.parametrize("method", ["kernel", "curvature"])
+@pytest.mark.parametrize("method", ["kernel", "curvature", "cholesky-qr"])
 def test_factorisations_are_reused(method):
     way = gnlin.authoring.choose(problem((4, 4)), FILTER, method=method)
     program = lambda way: str(jax.make_jaxpr(lambda: way.solve(FILTER).step)())
@@ -106,7 +106,7 @@ def test_factorisations_are_reused(method):
     assert "cholesky" not in program(way.factorised(FILTER))
 
 
-@pytest.mark.parametrize("method", ["kernel", "curvature"])
+@pytest.mark.parametrize("method", ["kernel", "curvature", "cholesky-qr"])
 def test_a_filter_without_damping_is_refused_by_the_methods_name(method):
     ready = gnlin.authoring.choose(problem((7, 3)), FILTER, method=method)
     with pytest.raises(ValueError, match=f"{method!r} cannot be used for `GradientFlow`"):

@@ -1,6 +1,7 @@
 """Levenberg-Marquardt: the damping adapts to how well the linearisation predicts."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -215,7 +216,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         # If p <= m the damping may become so small that squaring the condition number
         # does harm, so ask for a way that also serves without damping.
         m, p = cost.shape
-        kind = Tikhonov(1.0 if p > m else 0.0)
+        kind = Early(1.0 if p > m else 0.0, worth=math.inf)
         way = self._way(objective, problem, kind, rule.num_trials)
         if by_default and way.stops_early:  # Each trial needs conjugate gradients.
             rule = _ONE_TRIAL
@@ -242,7 +243,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
             problem = problem_of(self.form, objective, lin)
-            return measured.chosen(problem, kind, 1, method).solve(Early(damping)).step
+            once = measured.chosen(problem, Tikhonov(kind.damping), 1, method)
+            return once.solve(Early(damping)).step
 
         inverse = None
         if lin.box is not None and scaling != "identity" and p <= _MOST_WIDE * m:

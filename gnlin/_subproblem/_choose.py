@@ -17,6 +17,7 @@ from .._linearisation._spectrum import Filter
 from ..preconditioners import AbstractPreconditioner
 from ._base import AbstractWay, does_not_serve
 from ._cholesky import OnOutputs, OnParameters
+from ._cholesky_qr import CholeskyQR
 from ._fallbacks import EigenvaluesFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
@@ -34,6 +35,7 @@ MethodName = Literal[
     "eigh",
     "kernel",
     "curvature",
+    "cholesky-qr",
     "schur",
     "sparse",
     "matrix-free",
@@ -50,7 +52,7 @@ Method = (
 )
 # Methods for damped problems only: those with parameters, and those that are names.
 _DAMPED_OBJECTS = MixedPrecision | NystromKernel | AbstractPreconditioner
-_DAMPED = ("kernel", "curvature", "schur", "sparse", "products-first")
+_DAMPED = ("kernel", "curvature", "cholesky-qr", "schur", "sparse", "products-first")
 
 Form = Literal["quadratic", "prox-linear"]
 
@@ -59,6 +61,7 @@ WAYS: tuple[type[AbstractWay], ...] = (
     Eigenvalues,
     OnOutputs,
     OnParameters,
+    CholeskyQR,
     SchurComplement,
     SparseLU,
     ProductsFirst,

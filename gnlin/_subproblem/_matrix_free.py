@@ -58,14 +58,15 @@ class MatrixFree(AbstractIteration):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        last_resort = _LAST_RESORT * num_trials * cost.one_product
         if isinstance(filter, Early):
-            return filter.price(cost)
+            return min(filter.price(cost), last_resort)
         filter, _ = undamped(filter)
         if isinstance(filter, Descent) and not vanishes(filter):
             num_steps = min(num_steps_of(filter), _LAST_RESORT)
             return num_trials * num_steps * cost.one_product
         # The number of products depends on the spectrum, which is not known here.
-        return _LAST_RESORT * num_trials * cost.one_product
+        return last_resort
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost, *preconditioner) -> "MatrixFree":

@@ -1,0 +1,185 @@
+"""Cholesky factorisations that do not square the condition number, compared with singular
+values."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+
+import gnlin
+from gnlin._subproblem import way_of
+from gnlin._subproblem._base import Early
+
+
+M, P = 60, 24
+ANY = Early(0.0, worth=math.inf)
+
+
+def ill_conditioned(dtype=float, smallest=1e-13):
+    """Return a matrix whose singular values fall evenly, and a residual that has a part
+    in each of their directions."""
+    rng = np.random.default_rng(0)
+    u, _ = np.linalg.qr(rng.normal(size=(M, P)))
+    v, _ = np.linalg.qr(rng.normal(size=(P, P)))
+    s = np.geomspace(1, smallest, P)
+    return ((u * s) @ v.T).astype(dtype), (u @ rng.normal(size=P)).astype(dtype)
+
+
+def ready(a, b, method="cholesky-qr", rest=None):
+    zero = jnp.zeros(a.shape[1], a.dtype)
+    lin = gnlin.linearise(lambda y, _: jnp.asarray(a) @ y + b, zero)
+    problem = gnlin.authoring.SumOfSquares().expand(lin)
+    if rest is not None:
+        problem = gnlin.authoring.Quadratic(problem.jacobian, problem.residual, rest)
+    return gnlin.authoring.choose(problem, Early(1.0), method=method)
+
+
+def objective(a, b, damping, step):
+    a, b, step = (x.astype(float) for x in (a, b, np.asarray(step)))
+    return np.sum((a @ step + b) ** 2) + damping * np.sum(step**2)
+
+
+@pytest.mark.parametrize("power", [0, -4, -10, -16, -20, -24])
+def test_as_by_singular_values_down_to_tiny_dampings(power):
+    a, b = ill_conditioned()
+    u, s, vt = np.linalg.svd(a, full_matrices=False)
+    damping = 10.0**power
+    expected = -vt.T @ (s / (s**2 + damping) * (u.T @ b))
+    answer = ready(a, b).solve(Early(damping))
+    least = objective(a, b, damping, expected)
+    assert objective(a, b, damping, answer.step) <= (1 + 1e-6) * least
+    error = np.linalg.norm(answer.step - expected) / np.linalg.norm(expected)
+    assert error < 1e-4
+    if power <= -20:  # where the curvature is rounding
+        squared = ready(a, b, "curvature").solve(Early(damping)).step
+        assert not objective(a, b, damping, squared) <= 2 * least
+
+
+@pytest.mark.parametrize("power", [0, -4, -8, -10])
+def test_single_precision(power):
+    a, b = ill_conditioned(np.float32, 1e-5)
+    u, s, vt = np.linalg.svd(a.astype(float), full_matrices=False)
+    damping = 10.0**power
+    expected = -vt.T @ (s / (s**2 + damping) * (u.T @ b))
+    step = ready(a, b).solve(Early(jnp.float32(damping))).step
+    assert step.dtype == jnp.float32
+    least = objective(a, b, damping, expected)
+    assert objective(a, b, damping, step) <= 1.01 * least
+
+
+@pytest.mark.parametrize("power", [0, -8, -16, -24])
+def test_the_predicted_decrease_is_that_of_the_linear_model(power):
+    a, b = ill_conditioned()
+    answer = ready(a, b).solve(Early(10.0**power))
+    left = np.sum((a @ np.asarray(answer.step) + b) ** 2)
+    expected = 0.5 * (np.sum(b**2) - left)
+    np.testing.assert_allclose(answer.decrease, expected, rtol=1e-6)
+    np.testing.assert_allclose(answer.damped_norm, np.linalg.norm(answer.step))
+
+
+def test_the_attainable_decrease():
+    """A part of the residual lies outside the range of the Jacobian."""
+    a, b = ill_conditioned(smallest=1e-10)
+    outside = np.random.default_rng(1).normal(size=M)
+    found = ready(a, b + outside).attainable_decrease()
+    u, _, _ = np.linalg.svd(a, full_matrices=False)
+    expected = 0.5 * np.sum((u.T @ (b + outside)) ** 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_the_attainable_decrease_with_a_rest():
+    a, b = ill_conditioned(smallest=1e-2)
+    none, some = jnp.zeros(P), jnp.ones(P)
+    assert jnp.isfinite(ready(a, b, rest=none).attainable_decrease())
+    assert ready(a, b, rest=some).attainable_decrease() == jnp.inf
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (4, 9), (5, 5), (1, 1)])
+@pytest.mark.parametrize("zeros", [0, 1])
+def test_rank_deficient_problems(shape, zeros):
+    """Two columns are equal, or one is zero; or there are more parameters than rows."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=shape), rng.normal(size=shape[0])
+    a[:, -1] = 0 if zeros else a[:, 0]
+    step = ready(a, b).solve(Early(1e-6)).step
+    system = a.T @ a + 1e-6 * np.eye(shape[1])
+    expected = -np.linalg.solve(system, a.T @ b)
+    np.testing.assert_allclose(step, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_zero_jacobian_has_no_step():
+    held = ready(np.zeros((5, 3)), np.ones(5))
+    np.testing.assert_array_equal(held.solve(Early(1e-3)).step, np.zeros(3))
+    assert held.attainable_decrease() == 0
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_reaches_no_factorisation(bad):
+    a, b = ill_conditioned()
+    a[3, 2] = bad
+    held = ready(a, b)
+    assert jnp.isnan(held.gradient_norm)
+    assert jnp.all(jnp.isnan(held.solve(Early(1.0)).step))
+
+
+def test_derivatives_of_a_step():
+    a, b = ill_conditioned(smallest=1e-2)
+
+    def first(method, b):
+        return ready(jnp.asarray(a), b, method).solve(Early(1e-2)).step[0]
+
+    found, expected = (jax.grad(lambda b: first(m, b))(b) for m in ("cholesky-qr", "svd"))
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
+def test_under_vmap():
+    a, b = ill_conditioned(smallest=1e-2)
+    residuals = jnp.stack([jnp.asarray(b), jnp.cos(jnp.asarray(b))])
+    solve = lambda b: ready(jnp.asarray(a), b).solve(Early(1e-3)).step
+    steps = jax.vmap(solve)(residuals)
+    for step, residual in zip(steps, residuals, strict=True):
+        np.testing.assert_allclose(step, solve(residual), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "filter", "budget", "expected"),
+    [
+        ((300, 100), ANY, 2**31, "cholesky-qr"),
+        ((30, 3), ANY, 2**31, "svd"),
+        ((100, 300), Early(1.0, worth=math.inf), 2**31, "kernel"),
+        ((300, 100), gnlin.filters.PseudoInverse(), 2**31, "svd"),
+        ((300, 100), gnlin.filters.Tikhonov(0.0), 2**31, "svd"),
+        ((300, 100), ANY, 8 * 300 * 150, "svd"),
+    ],
+)
+def test_when_auto_takes_it(shape, filter, budget, expected):
+    """It holds two matrices of the Jacobian's size, needs some damping, and is for more
+    residuals than parameters."""
+    a = jnp.asarray(np.random.default_rng(0).normal(size=shape))
+    lin = gnlin.linearise(lambda y, _: a @ y, jnp.zeros(shape[1]), memory_budget=budget)
+    problem = gnlin.authoring.SumOfSquares().expand(lin)
+    assert way_of(problem, filter, 10, "auto").method == expected
+
+
+def test_a_fit_of_monomials_ends_at_rounding():
+    """Without singular values that are squared, Levenberg-Marquardt meets data that the
+    model can meet."""
+    x = jnp.linspace(0, 1, 100)
+    y = jnp.exp(-3 * x) * jnp.sin(9 * x)
+
+    def residuals(c, _):
+        return jnp.polyval(c, x) - y
+
+    def end(method):
+        solver = gnlin.LevenbergMarquardt(method=method)
+        solution = optx.least_squares(
+            residuals, solver, jnp.zeros(21), max_steps=60, throw=False
+        )
+        return float(jnp.linalg.norm(residuals(solution.value, None)))
+
+    assert end("cholesky-qr") < 1e-11
+    assert end("auto") < 1e-11
+    assert end("curvature") > 1e-9
