@@ -29,6 +29,9 @@ SHAPES = (
     (5, 17),
 )
 NUM_MATRICES = 10
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="rotations are for the CPU"
+)
 
 of_many = jax.jit(jax.vmap(svd))
 

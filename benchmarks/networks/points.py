@@ -32,14 +32,19 @@ class Coordinates(eqx.Module):
 
 
 class Periodic(eqx.Module):
-    """Maps (t, x) to (t, cos kx, sin kx), which have the period 2 pi / k in x."""
+    """Maps (t, x) to t and to the cosines and sines in x of some waves, which are counted
+    by how often each fits into the period."""
 
     period: float = eqx.field(static=True)
-    size: int = eqx.field(static=True, default=3)
+    waves: tuple[int, ...] = eqx.field(static=True, default=(1,))
 
-    def __call__(self, x: Point) -> Float[Array, "3"]:
-        angle = 2 * jnp.pi / self.period * x[1]
-        return jnp.stack([x[0], jnp.cos(angle), jnp.sin(angle)])
+    @property
+    def size(self) -> int:
+        return 1 + 2 * len(self.waves)
+
+    def __call__(self, x: Point) -> Float[Array, " size"]:
+        angles = 2 * jnp.pi / self.period * jnp.asarray(self.waves, x.dtype) * x[1]
+        return jnp.concatenate([x[:1], jnp.cos(angles), jnp.sin(angles)])
 
 
 class Fourier(eqx.Module):

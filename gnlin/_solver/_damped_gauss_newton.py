@@ -51,8 +51,10 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         minimises $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, and `scaling`
         must be `"identity"`.
     - `method`: the way to compute a step: `"auto"`, `"svd"`, `"eigh"`, `"kernel"`
-        (Cholesky on the m x m side), `"curvature"` (on the p x p side), `"schur"` (the
-        same with an array of parameters eliminated), `"sparse"` (a sparse factorisation),
+        (Cholesky on the m x m side), `"curvature"` (on the p x p side),
+        `"cholesky-qr"` (the same without squaring the condition number), `"schur"` (the
+        curvature with an array of parameters eliminated), `"sparse"` (a sparse
+        factorisation),
         `"matrix-free"` (conjugate gradients), or `"products-first"` (conjugate gradients
         while they are cheap, else Cholesky). It may also be a
         [`gnlin.methods.MixedPrecision`][] for a kernel in lower precision, a
