@@ -47,7 +47,7 @@ SMALL = {
     "burgers-periodic": Size((20, 20, 20), 4096, 100),
     "wave": Size((24, 24), 1024, 80),
     "kdv": Size((20, 20, 20), 2048, 80),
-    "ks": Size((20, 20, 20), 2048, 60),
+    "ks": Size((20, 20, 20), 2048, 30),
     "harmonic-10d": Size((4, 20), 2048, 60),
 }
 TINY = {"heat": Size((6,), 64, 8), "wave": Size((6,), 64, 4)}
