@@ -128,6 +128,9 @@ REACHED = {
             np.log(2) * n["fit"].standard_errors["rate"],
         )
         and str(n["saved"]) == str(n["fit"])
+        and abs(n["best"].parameters["frequency"] - 5) < 0.01
+        and "6 of 64 starts reached the best loss, 0.18116" in str(n["best"])
+        and abs(n["shared"].parameters["rate"] - 1.25) < 0.01
         and n["robust"].outliers().tolist() == [8, 30]
         and abs(n["poisson"].parameters["rate"] - 1.3)
         < 3 * n["poisson"].standard_errors["rate"]
