@@ -376,3 +376,19 @@ def test_damped_steps_use_small_singular_values_in_single_precision(method, leas
     taken = optx.least_squares(residuals, solver, y, args, max_steps=1, throw=False).value
     error = np.asarray(taken) - expected
     assert np.linalg.norm(error) < 0.05 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("shape", [(80, 24), (300, 20), (40, 30)])
+def test_parameters_that_are_not_used_stay(shape):
+    """Singular values of columns of zeros are rounding, and must not become steps."""
+    rng = np.random.default_rng(0)
+    a, b = jnp.asarray(rng.normal(size=shape)), jnp.asarray(rng.normal(size=shape[0]))
+    solution = optx.least_squares(
+        lambda y, _: jnp.tanh(a @ y[: shape[1]] / 10) - b,
+        gnlin.GaussNewton(),
+        jnp.full(2 * shape[1], 0.1),
+        max_steps=8,
+        throw=False,
+    )
+    unused = solution.value[shape[1] :]
+    np.testing.assert_allclose(unused, 0.1, atol=1e-6)

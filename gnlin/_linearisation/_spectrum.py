@@ -292,11 +292,14 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     order = jnp.argsort(-norms)
     u, s, sorted_vt = _small_svd.svd(phi[:, order])
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
-    # |phi| |v| bounds the rounding error of phi v for each singular vector v.
+    # |phi| |v| bounds the rounding error of phi v for each singular vector v. Times the
+    # square root of p it bounds phi v itself, so that a larger singular value is only
+    # rounding, as where v is on columns of zeros.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
+    impossible = s > 2 * p**0.5 * sizes
 
     def above(least: float, faint=None) -> Spectrum:
-        kept = jnp.where(s <= least * sizes, 0, s)
+        kept = jnp.where((s <= least * sizes) | impossible, 0, s)
         lift = Partial(lift_singular, Partial(jacobian.domain.unravel), kept, vt)
         origin = _Origin(jacobian, residual, u if m <= p else vt.T)
         project = Partial(_project_singular, q, u)

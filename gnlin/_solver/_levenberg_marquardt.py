@@ -243,6 +243,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
             problem = problem_of(self.form, objective, lin)
+            # One damping on each face does not pay for a factorisation in two stages.
             once = measured.chosen(problem, Tikhonov(kind.damping), 1, method)
             return once.solve(Early(damping)).step
 

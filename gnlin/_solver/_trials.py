@@ -122,7 +122,9 @@ class Trials(NamedTuple):
         largest = subproblem.largest_curvature().astype(dtype)
         # A smaller damping has no effect, and a larger one allows no step.
         unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
-        least = subproblem.least_damping().astype(dtype)
+        size = subproblem.length(lin.point).astype(dtype)
+        least = subproblem.least_damping(size).astype(dtype)
+        least = jnp.where(jnp.isfinite(least), least, 0)
         loss = self.objective.value(lin.outputs).astype(dtype)
         before = loss
         if self.detour is not None:
@@ -133,10 +135,10 @@ class Trials(NamedTuple):
             outputs = rounding_of_outputs(self.problem, lin.point)
             least_second = _ROUNDINGS / _PART**2 * outputs
         return _Known(
-            subproblem.attainable_decrease().astype(dtype),
-            jnp.where(jnp.isfinite(least), least, 0),
+            subproblem.attainable_decrease(least).astype(dtype),
+            least,
             unit / eps**2,
-            subproblem.length(lin.point).astype(dtype),
+            size,
             rounding_of_loss(before, self.problem, lin.point),
             least_second,
             loss,

@@ -116,14 +116,16 @@ class AbstractSubproblem(eqx.Module):
     def largest_curvature(self) -> Scalar:
         """Return the largest eigenvalue of phi^T phi, or a cheap estimate of it."""
 
-    def least_damping(self) -> Scalar:
-        """Return a damping so small that it has no effect in this precision."""
+    def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
+        """Return a damping so small that it has no effect in this precision, at a point
+        of this norm in the damped variables."""
         largest = self.largest_curvature()
         return largest * float(jnp.finfo(largest.dtype).eps) ** _LEAST_POWER
 
-    def attainable_decrease(self) -> Scalar:
+    def attainable_decrease(self, least: Scalar) -> Scalar:
         """Return the predicted decrease of the undamped step, |U^T r|^2 / 2 over the
-        numerical range, or infinity if computing it would require a solution."""
+        numerical range, or infinity if computing it would take long. `least` is a damping
+        that may take the place of none."""
         return jnp.full_like(self.gradient_norm, jnp.inf)
 
     def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":
@@ -143,8 +145,8 @@ class AbstractWrapper(AbstractSubproblem):
     def largest_curvature(self) -> Scalar:
         return self.inner.largest_curvature()
 
-    def least_damping(self) -> Scalar:
-        return self.inner.least_damping()
+    def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
+        return self.inner.least_damping(size)
 
     def truncated(self, tolerance, max_steps=None) -> "AbstractWrapper":
         inner = self.inner.truncated(tolerance, max_steps)
@@ -313,8 +315,18 @@ def _is_known(number: ScalarLike) -> bool:
 def price_of_squaring(cost: Cost, filter: Filter) -> float:
     """Return the seconds to add to the cost of a way that forms phi phi^T or phi^T phi,
     and so squares the condition number."""
+    if serves_in_two_stages(cost, filter):
+        return math.inf
     needs_accuracy = vanishes(filter) or svd_is_cheap(*cost.shape)
     return rates().accuracy if needs_accuracy else 0.0
+
+
+def serves_in_two_stages(cost: Cost, filter: Filter) -> bool:
+    """Whether `CholeskyQR` serves: for dampings that are positive but may become tiny,
+    if the Jacobian and another matrix of its size fit in the memory budget."""
+    m, p = cost.shape
+    fits = 2 * m * p * cost.itemsize <= cost.memory_budget
+    return p <= m and fits and isinstance(filter, Early) and vanishes(filter)
 
 
 def unless_endless(

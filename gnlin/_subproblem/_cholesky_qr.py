@@ -1,4 +1,4 @@
-"""Cholesky factorisations that do not square the condition number."""
+"""Cholesky factorisations in two stages, which resolve small singular values."""
 
 import math
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 from jax.lax.linalg import triangular_solve
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -16,20 +16,24 @@ from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import AbstractMethod, Answer, Early
+from ._base import AbstractMethod, Answer, serves_in_two_stages
 from ._cholesky import Factorised
 
 
-# The shift is this multiple of eps times the trace of the curvature, and the least
-# damping the same multiple of eps times the shift. On the Jacobian of a network for the
-# heat equation (1,120 x 697, condition 1e17), 3 and 30 serve as well. At a tenth of the
-# least damping the factorisation fails.
-_ROUNDINGS = 10
+# The shift of each diagonal entry, over p eps times the entry, and the least damping over
+# eps times the largest shift. On the Jacobian of a network for the heat equation (1,120 x
+# 697, condition 1e17), factorisations fail from a tenth of the least damping downwards.
+_SHIFT, _LEAST = 10.0, 10.0
+# Where the Jacobian has no rank, a damping of eps |phi| |r| makes a step of length 1 out
+# of rounding. Such a step may have this part of the length of the point.
+_PART_OF_POINT = 0.1
+# Dampings that a search tries at a linearisation, in the median.
+_USUAL_TRIALS = 3
 
 
 class CholeskyQR(AbstractMethod):
     r"""The step $-(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$ by Cholesky
-    factorisations of p x p matrices, accurate for small singular values, too.
+    factorisations of p x p matrices in two stages, which resolve small singular values.
 
     Rounding hides the eigenvalues $w$ of $\phi^\top\phi$ below a shift $s$. So let
     $\phi^\top\phi + sI = LL^\top$ and $Q = \phi L^{-\top}$. Then
@@ -37,7 +41,8 @@ class CholeskyQR(AbstractMethod):
     $$\phi^\top\phi + \lambda I = L\,(Q^\top Q + \lambda L^{-1}L^{-\top})\,L^\top,$$
 
     where $Q^\top Q$ has the eigenvalues $w / (w + s)$, so that rounding hides only those
-    below $\varepsilon s$.
+    below $\varepsilon s$. In place of $sI$ there is a multiple of the diagonal, so that
+    small columns keep their digits beside large ones.
 
     ??? cite "Reference"
 
@@ -47,13 +52,14 @@ class CholeskyQR(AbstractMethod):
     """
 
     method: ClassVar[str] = "cholesky-qr"
+    unit: Scalar  # phi is divided by it, so that no square underflows
     largest: Scalar  # of the diagonal of phi^T phi
-    shift: Scalar
+    trace: Scalar  # of phi^T phi
     inverse: Float[Array, "p p"]  # L^-1
     q: Float[Array, "m p"]
-    pulled: Float[Array, " p"]  # Q^T r + L^-1 g_0
-    curvature: Float[Array, "p p"]  # Q^T Q
-    identity: Float[Array, "p p"]  # L^-1 L^-T
+    gram: Float[Array, "p p"]  # Q^T Q
+    damped: Float[Array, "p p"]  # L^-1 L^-T
+    gradient_in_q: Float[Array, " p"]  # Q^T r + L^-1 g_0
     factor: Factorised | None
 
     def __init__(self, problem: Quadratic, passes: Passes):
@@ -61,40 +67,53 @@ class CholeskyQR(AbstractMethod):
         super().__init__(problem, passes)
         phi = problem.jacobian.as_matrix()
         phi = phi.astype(_tree.dtype((phi, problem.residual)))
+        self.unit = _tree.fixed(_tree.unit(phi))
+        phi = phi / self.unit
         curvature = gram_of_columns(phi)
-        self.largest = jnp.max(jnp.diagonal(curvature))
-        shift = _tree.fixed(_rounding(phi) * jnp.trace(curvature))
-        self.shift = jnp.where(shift > 0, shift, 1)
-        self.inverse = _inverse_root(curvature, self.shift)
+        diagonal = jnp.diagonal(curvature)
+        self.largest, self.trace = jnp.max(diagonal), jnp.sum(diagonal)
+        # No step depends on L, which is therefore a constant to derivatives.
+        self.inverse = _tree.fixed(_inverse_root(curvature, diagonal))
         self.q = matmul(phi, self.inverse.T)
-        self.pulled = self._pulled(problem)
-        self.curvature = gram_of_columns(self.q)
-        self.identity = matmul(self.inverse, self.inverse.T)
+        self.gram = gram_of_columns(self.q)
+        self.damped = matmul(self.inverse, self.inverse.T)
+        self.gradient_in_q = self._gradient_in_q(problem)
         self.factor = None
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         m, p = cost.shape
-        both_fit = 2 * m * p * cost.itemsize <= cost.memory_budget  # phi and Q
-        # Without any damping, rounding would decide about a rank-deficient phi.
-        if p > m or not both_fit or not isinstance(filter, Early):
+        if not serves_in_two_stages(cost, filter):
             return math.inf
         products = 6.0 * m * float(p) ** 2 + 4.0 * float(p) ** 3
-        factorisations = (num_trials + 2) * rates().cholesky(p)
-        return cost.all_rows + products * rates().product + factorisations
+        factorisations = 2 + min(num_trials, _USUAL_TRIALS)
+        return (
+            cost.all_rows
+            + products * rates().product
+            + factorisations * rates().cholesky(p)
+        )
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "CholeskyQR":
         return cls(problem, cost.rows)
 
     def largest_curvature(self) -> Scalar:
-        return self.largest
+        return self.largest * self.unit**2
 
-    def least_damping(self) -> Scalar:
-        return _rounding(self.q) * self.shift
+    def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
+        eps = float(jnp.finfo(self.q.dtype).eps)
+        least = _LEAST * _SHIFT * len(self.gram) * eps**2 * self.largest
+        # Below this damping, rounding of phi^T r would be a long step in directions that
+        # phi does not determine. It vanishes with the residual.
+        size = jnp.asarray(size, self.q.dtype) * self.unit * _PART_OF_POINT
+        noise = eps * jnp.sqrt(self.trace) * _tree.norm(self.problem.residual)
+        noise = jnp.where(size > 0, noise / jnp.where(size > 0, size, 1), 0)
+        noise = jnp.minimum(noise, eps * self.trace)
+        return jnp.maximum(least, noise) * self.unit**2
 
-    def attainable_decrease(self) -> Scalar:
-        decrease = self.solve(Tikhonov(self.least_damping())).decrease
+    def attainable_decrease(self, least: Scalar) -> Scalar:
+        filter = Tikhonov(least)
+        decrease = self._answer(self._factor_for(filter), filter).decrease
         assert decrease is not None
         if self.problem.rest is None:
             return decrease
@@ -102,7 +121,8 @@ class CholeskyQR(AbstractMethod):
 
     def with_residual(self, residual: PyTree[Array]) -> "CholeskyQR":
         new = super().with_residual(residual)
-        return eqx.tree_at(lambda w: w.pulled, new, self._pulled(new.problem))
+        gradient = self._gradient_in_q(new.problem)
+        return eqx.tree_at(lambda w: w.gradient_in_q, new, gradient)
 
     def factorised(self, filter: Filter) -> "CholeskyQR":
         is_none = lambda x: x is None
@@ -111,35 +131,39 @@ class CholeskyQR(AbstractMethod):
 
     def solve(self, filter: Filter) -> Answer:
         factor = self._factor_for(filter) if self.factor is None else self.factor
-        solution, result = factor.solve(self.pulled)
-        step = -matmul(self.inverse.T, solution)
+        return self._answer(factor, filter)
+
+    def _answer(self, factor: Factorised, filter: Filter) -> Answer:
+        solution, result = factor.solve(self.gradient_in_q)
+        step = -matmul(self.inverse.T, solution) / self.unit
         length = _tree.norm(step)
         damping = jnp.asarray(self.damping_of(filter), step.dtype)
-        decrease = 0.5 * (jnp.dot(self.pulled, solution) + damping * length**2)
+        decrease = jnp.dot(self.gradient_in_q, solution) + damping * length**2
         step = self.problem.jacobian.domain.unravel(step)
-        return Answer(step, decrease=decrease, damped_norm=length, result=result)
+        return Answer(step, decrease=0.5 * decrease, damped_norm=length, result=result)
 
-    def _pulled(self, problem: Quadratic) -> Float[Array, " p"]:
-        pulled = matmul(problem.flat_residual().astype(self.q.dtype), self.q)
+    def _gradient_in_q(self, problem: Quadratic) -> Float[Array, " p"]:
+        # L^-1 would magnify the rounding of phi^T r, which Q^T r does not have.
+        gradient = matmul(problem.flat_residual().astype(self.q.dtype), self.q)
         if problem.rest is None:
-            return pulled
+            return gradient
         rest, _ = ravel_pytree(problem.rest)
-        return pulled + matmul(self.inverse, rest.astype(self.q.dtype))
+        return gradient + matmul(self.inverse, rest.astype(self.q.dtype) / self.unit)
 
     def _factor_for(self, filter: Filter) -> Factorised:
-        damping = jnp.asarray(self.damping_of(filter), self.curvature.dtype)
-        return Factorised.of(self.curvature + damping * self.identity, 0.0)
+        damping = jnp.asarray(self.damping_of(filter), self.gram.dtype) / self.unit**2
+        return Factorised.of(self.gram + damping * self.damped, 0.0)
 
 
-def _inverse_root(matrix: Float[Array, "n n"], shift: Scalar) -> Float[Array, "n n"]:
-    r"""Return $L^{-1}$ for $LL^\top$ = `matrix + shift I`; NaN if it is not finite."""
+def _inverse_root(
+    matrix: Float[Array, "n n"], diagonal: Float[Array, " n"]
+) -> Float[Array, "n n"]:
+    r"""Return $L^{-1}$ for $LL^\top$ = the matrix with a shifted diagonal; NaN if it is
+    not finite."""
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
-    shifted = matrix + shift * identity
+    shift = _SHIFT * len(matrix) * float(jnp.finfo(matrix.dtype).eps) * diagonal
+    shifted = matrix + jnp.diag(jnp.where(shift > 0, shift, 1))
     finite = _tree.all_finite(shifted)
     lower = jnp.linalg.cholesky(jnp.where(finite, shifted, identity))
     inverse = triangular_solve(lower, identity, left_side=True, lower=True)
     return jnp.where(finite, inverse, jnp.nan)
-
-
-def _rounding(matrix: Array) -> float:
-    return _ROUNDINGS * float(jnp.finfo(matrix.dtype).eps)

@@ -24,6 +24,7 @@ from ._base import (
     Answer,
     Early,
     price_of_squaring,
+    serves_in_two_stages,
     vanishes,
 )
 from ._cholesky import OnOutputs, OnParameters
@@ -168,6 +169,8 @@ class EigenvaluesFirst(AbstractFirst):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         if num_trials > 1 or not vanishes(filter) or svd_is_cheap(*cost.shape):
+            return math.inf
+        if serves_in_two_stages(cost, filter):
             return math.inf
         eigenvalues = Eigenvalues.cost(cost, filter, 1) - price_of_squaring(cost, filter)
         singular_values = SingularValues.cost(cost, filter, 1)

@@ -59,7 +59,7 @@ class AbstractIteration(AbstractMethod):
             is_leaf=lambda x: x is None,
         )
 
-    def least_damping(self) -> Scalar:
+    def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
         # Products round the curvature to eps times the largest.
         largest = self.largest_curvature()
         return largest * float(jnp.finfo(largest.dtype).eps)

@@ -44,7 +44,7 @@ def damping_for_length(
         middle = jnp.maximum(_LEAST_PART * high, jnp.sqrt(low * high))
         return jnp.where((damping > low) & (damping < high), damping, middle)
 
-    least = subproblem.least_damping().astype(dtype)
+    least = subproblem.least_damping(radius).astype(dtype)
     # |D delta| is at most |D^-1 g| / lambda.
     most = subproblem.scaled_gradient_norm().astype(dtype) / radius
 

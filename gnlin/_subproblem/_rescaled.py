@@ -36,8 +36,8 @@ class Rescaled(AbstractWrapper):
         scale, vector = _tree.joined(self.scale), _tree.joined(vector)
         return _tree.norm(jax.tree.map(jnp.multiply, scale, vector))
 
-    def attainable_decrease(self) -> Scalar:
-        return self.inner.attainable_decrease()
+    def attainable_decrease(self, least: Scalar) -> Scalar:
+        return self.inner.attainable_decrease(least)
 
     def with_residual(self, residual: PyTree[Array]) -> "Rescaled":
         return Rescaled(self.inner.with_residual(residual), self.scale, Passes())

@@ -76,7 +76,7 @@ class Spectral(AbstractWay):
     def largest_curvature(self) -> Scalar:
         return jnp.max(self.spectrum.eigenvalues)
 
-    def attainable_decrease(self) -> Scalar:
+    def attainable_decrease(self, least: Scalar) -> Scalar:
         spectrum = self.spectrum.damped(jnp.inf)
         w, c = spectrum.eigenvalues, spectrum.coefficients
         attainable = 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
@@ -178,7 +178,7 @@ class SingularValues(Spectral):
             return math.inf
         few, many = sorted(cost.shape)
         # An oblong matrix is reduced to a square one by an orthogonal factorisation.
-        oblong = 4.0 * many * float(few) ** 2 * rates().product
+        oblong = 6.0 * many * float(few) ** 2 * rates().product
         tries = num_trials * 4.0 * m * p * rates().product
         return cost.all_rows + oblong + rates().svd(few) + tries
 
