@@ -52,13 +52,12 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         must be `"identity"`.
     - `method`: the way to compute a step: `"auto"`, `"svd"`, `"eigh"`, `"kernel"`
         (Cholesky on the m x m side), `"curvature"` (on the p x p side),
-        `"cholesky-qr"` (the same without squaring the condition number), `"schur"` (the
-        curvature with an array of parameters eliminated), `"sparse"` (a sparse
-        factorisation),
-        `"matrix-free"` (conjugate gradients), or `"products-first"` (conjugate gradients
-        while they are cheap, else Cholesky). It may also be a
-        [`gnlin.methods.MixedPrecision`][] for a kernel in lower precision, a
-        [`gnlin.methods.NystromKernel`][] for a kernel of lower rank, one of
+        `"cholesky-qr"` (the same in two stages, which resolve small singular values),
+        `"schur"` (the curvature with an array of parameters eliminated), `"sparse"` (a
+        sparse factorisation), `"matrix-free"` (conjugate gradients), or
+        `"products-first"` (conjugate gradients while they are cheap, else Cholesky). It
+        may also be a [`gnlin.methods.MixedPrecision`][] for a kernel in lower precision,
+        a [`gnlin.methods.NystromKernel`][] for a kernel of lower rank, one of
         [`gnlin.preconditioners`][] for conjugate gradients, or any linear solver of
         lineax, such as `lineax.QR()`.
     - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
