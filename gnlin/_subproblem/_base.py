@@ -264,7 +264,8 @@ _SPARSE_STEP = 2e-3
 
 
 class Early(Tikhonov):
-    """Tikhonov with a damping that is known to be positive.
+    """Tikhonov with a damping that is known to be positive. Where a way is chosen before
+    the damping is known, 0 stands for one that may become tiny.
 
     - `worth`, `times`: an exact solution is preferred if it takes less than `worth`
         seconds, or less than `times` the seconds of conjugate gradients that stop early.

@@ -20,9 +20,9 @@ from ._base import AbstractMethod, Answer, serves_in_two_stages
 from ._cholesky import Factorised
 
 
-# The shift of each diagonal entry, over p eps times the entry, and the least damping over
-# eps times the largest shift. On the Jacobian of a network for the heat equation (1,120 x
-# 697, condition 1e17), factorisations fail from a tenth of the least damping downwards.
+# The shift over eps times the trace of the curvature, and the least damping over eps
+# times the shift. On the Jacobian of a network for the heat equation (1,120 x 697,
+# condition 1e17), factorisations fail from a tenth of the least damping downwards.
 _SHIFT, _LEAST = 10.0, 10.0
 # Where the Jacobian has no rank, a damping of eps |phi| |r| makes a step of length 1 out
 # of rounding. Such a step may have this part of the length of the point.
@@ -41,8 +41,7 @@ class CholeskyQR(AbstractMethod):
     $$\phi^\top\phi + \lambda I = L\,(Q^\top Q + \lambda L^{-1}L^{-\top})\,L^\top,$$
 
     where $Q^\top Q$ has the eigenvalues $w / (w + s)$, so that rounding hides only those
-    below $\varepsilon s$. In place of $sI$ there is a multiple of the diagonal, so that
-    small columns keep their digits beside large ones.
+    below $\varepsilon s$. From $\lambda = s$ on, the plain factorisation is used.
 
     ??? cite "Reference"
 
@@ -53,8 +52,9 @@ class CholeskyQR(AbstractMethod):
 
     method: ClassVar[str] = "cholesky-qr"
     unit: Scalar  # phi is divided by it, so that no square underflows
-    largest: Scalar  # of the diagonal of phi^T phi
-    trace: Scalar  # of phi^T phi
+    curvature: Float[Array, "p p"]  # phi^T phi
+    flat_gradient: Float[Array, " p"]  # phi^T r + g_0
+    shift: Scalar
     inverse: Float[Array, "p p"]  # L^-1
     q: Float[Array, "m p"]
     gram: Float[Array, "p p"]  # Q^T Q
@@ -69,15 +69,15 @@ class CholeskyQR(AbstractMethod):
         phi = phi.astype(_tree.dtype((phi, problem.residual)))
         self.unit = _tree.fixed(_tree.unit(phi))
         phi = phi / self.unit
-        curvature = gram_of_columns(phi)
-        diagonal = jnp.diagonal(curvature)
-        self.largest, self.trace = jnp.max(diagonal), jnp.sum(diagonal)
+        self.curvature = gram_of_columns(phi)
+        shift = _SHIFT * _eps(phi) * jnp.trace(self.curvature)
+        self.shift = _tree.fixed(jnp.where(shift > 0, shift, 1))
         # No step depends on L, which is therefore a constant to derivatives.
-        self.inverse = _tree.fixed(_inverse_root(curvature, diagonal))
+        self.inverse = _tree.fixed(_inverse_root(self.curvature, self.shift))
         self.q = matmul(phi, self.inverse.T)
         self.gram = gram_of_columns(self.q)
         self.damped = matmul(self.inverse, self.inverse.T)
-        self.gradient_in_q = self._gradient_in_q(problem)
+        self.flat_gradient, self.gradient_in_q = self._gradients(problem)
         self.factor = None
 
     @classmethod
@@ -98,17 +98,17 @@ class CholeskyQR(AbstractMethod):
         return cls(problem, cost.rows)
 
     def largest_curvature(self) -> Scalar:
-        return self.largest * self.unit**2
+        return jnp.max(jnp.diagonal(self.curvature)) * self.unit**2
 
     def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
-        eps = float(jnp.finfo(self.q.dtype).eps)
-        least = _LEAST * _SHIFT * len(self.gram) * eps**2 * self.largest
+        eps, trace = _eps(self.q), jnp.trace(self.curvature)
+        least = _LEAST * eps * self.shift
         # Below this damping, rounding of phi^T r would be a long step in directions that
         # phi does not determine. It vanishes with the residual.
         size = jnp.asarray(size, self.q.dtype) * self.unit * _PART_OF_POINT
-        noise = eps * jnp.sqrt(self.trace) * _tree.norm(self.problem.residual)
+        noise = eps * jnp.sqrt(trace) * _tree.norm(self.problem.residual)
         noise = jnp.where(size > 0, noise / jnp.where(size > 0, size, 1), 0)
-        noise = jnp.minimum(noise, eps * self.trace)
+        noise = jnp.minimum(noise, eps * trace)
         return jnp.maximum(least, noise) * self.unit**2
 
     def attainable_decrease(self, least: Scalar) -> Scalar:
@@ -121,8 +121,8 @@ class CholeskyQR(AbstractMethod):
 
     def with_residual(self, residual: PyTree[Array]) -> "CholeskyQR":
         new = super().with_residual(residual)
-        gradient = self._gradient_in_q(new.problem)
-        return eqx.tree_at(lambda w: w.gradient_in_q, new, gradient)
+        gradients = self._gradients(new.problem)
+        return eqx.tree_at(lambda w: (w.flat_gradient, w.gradient_in_q), new, gradients)
 
     def factorised(self, filter: Filter) -> "CholeskyQR":
         is_none = lambda x: x is None
@@ -134,35 +134,50 @@ class CholeskyQR(AbstractMethod):
         return self._answer(factor, filter)
 
     def _answer(self, factor: Factorised, filter: Filter) -> Answer:
-        solution, result = factor.solve(self.gradient_in_q)
-        step = -matmul(self.inverse.T, solution) / self.unit
+        damping = self._scaled_damping(filter)
+        is_plain = damping >= self.shift
+        gradient = jnp.where(is_plain, self.flat_gradient, self.gradient_in_q)
+        solution, result = factor.solve(gradient)
+        step = -jnp.where(is_plain, solution, matmul(self.inverse.T, solution))
         length = _tree.norm(step)
-        damping = jnp.asarray(self.damping_of(filter), step.dtype)
-        decrease = jnp.dot(self.gradient_in_q, solution) + damping * length**2
-        step = self.problem.jacobian.domain.unravel(step)
-        return Answer(step, decrease=0.5 * decrease, damped_norm=length, result=result)
+        decrease = 0.5 * (jnp.dot(gradient, solution) + damping * length**2)
+        step = self.problem.jacobian.domain.unravel(step / self.unit)
+        norm = length / self.unit
+        return Answer(step, decrease=decrease, damped_norm=norm, result=result)
 
-    def _gradient_in_q(self, problem: Quadratic) -> Float[Array, " p"]:
-        # L^-1 would magnify the rounding of phi^T r, which Q^T r does not have.
-        gradient = matmul(problem.flat_residual().astype(self.q.dtype), self.q)
-        if problem.rest is None:
-            return gradient
-        rest, _ = ravel_pytree(problem.rest)
-        return gradient + matmul(self.inverse, rest.astype(self.q.dtype) / self.unit)
+    def _gradients(
+        self, problem: Quadratic
+    ) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
+        """Return phi^T r + g_0 and Q^T r + L^-1 g_0. The second is not L^-1 times the
+        first, because L^-1 would magnify its rounding."""
+        gradient, _ = ravel_pytree(problem.gradient())
+        gradient = gradient.astype(self.q.dtype) / self.unit
+        in_q = matmul(problem.flat_residual().astype(self.q.dtype), self.q)
+        if problem.rest is not None:
+            rest, _ = ravel_pytree(problem.rest)
+            in_q += matmul(self.inverse, rest.astype(self.q.dtype) / self.unit)
+        return gradient, in_q
 
     def _factor_for(self, filter: Filter) -> Factorised:
-        damping = jnp.asarray(self.damping_of(filter), self.gram.dtype) / self.unit**2
-        return Factorised.of(self.gram + damping * self.damped, 0.0)
+        damping = self._scaled_damping(filter)
+        plain = self.curvature + damping * jnp.eye(
+            len(self.curvature), dtype=self.q.dtype
+        )
+        matrix = self.gram + damping * self.damped
+        return Factorised.of(jnp.where(damping >= self.shift, plain, matrix), 0.0)
+
+    def _scaled_damping(self, filter: Filter) -> Scalar:
+        return jnp.asarray(self.damping_of(filter), self.q.dtype) / self.unit**2
 
 
-def _inverse_root(
-    matrix: Float[Array, "n n"], diagonal: Float[Array, " n"]
-) -> Float[Array, "n n"]:
-    r"""Return $L^{-1}$ for $LL^\top$ = the matrix with a shifted diagonal; NaN if it is
-    not finite."""
+def _eps(array: Array) -> float:
+    return float(jnp.finfo(array.dtype).eps)
+
+
+def _inverse_root(matrix: Float[Array, "n n"], shift: Scalar) -> Float[Array, "n n"]:
+    r"""Return $L^{-1}$ for $LL^\top$ = `matrix + shift I`; NaN if that is not finite."""
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
-    shift = _SHIFT * len(matrix) * float(jnp.finfo(matrix.dtype).eps) * diagonal
-    shifted = matrix + jnp.diag(jnp.where(shift > 0, shift, 1))
+    shifted = matrix + shift * identity
     finite = _tree.all_finite(shifted)
     lower = jnp.linalg.cholesky(jnp.where(finite, shifted, identity))
     inverse = triangular_solve(lower, identity, left_side=True, lower=True)
