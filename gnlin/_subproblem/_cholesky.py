@@ -4,7 +4,7 @@ one for each damping."""
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -65,19 +65,41 @@ def solve_damped(
     return Factorised.of(matrix, damping).solve(vector)
 
 
-class AbstractByCholesky(AbstractWay):
+class AbstractFactorised(AbstractWay):
+    """A way that factorises a matrix for each filter.
+
+    - `factor`: the factorisation if it was made in advance for one filter; `None` to
+        make one for each solution.
+    """
+
+    factor: Factorised | None
+
+    @abc.abstractmethod
+    def _made(self, filter: Filter) -> Factorised:
+        """Return the factorisation for a filter."""
+
+    def factorised(self, filter: Filter) -> Self:
+        return self._with(self._made(filter))
+
+    def factor_for(self, filter: Filter) -> Factorised:
+        """Return the factorisation made in advance, or else one for this filter."""
+        return self._made(filter) if self.factor is None else self.factor
+
+    def _with(self, factor: Factorised | None) -> Self:
+        is_none = lambda x: x is None
+        return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
+
+
+class AbstractByCholesky(AbstractFactorised):
     """A way that factorises a damped matrix.
 
     - `matrix`: the matrix without the damping.
-    - `factor`: the factorisation if it was made in advance for one filter; `None` to
-        make one for each solution.
     """
 
     problem: Quadratic
     matrix: Float[Array, "n n"]
     passes: Passes
     gradient_norm: Scalar
-    factor: Factorised | None
 
     def __init__(self, problem: Quadratic, matrix: Float[Array, "n n"], passes: Passes):
         self.problem = problem
@@ -95,17 +117,6 @@ class AbstractByCholesky(AbstractWay):
     def with_residual(self, residual: PyTree[Array]) -> "AbstractByCholesky":
         problem = self.problem.with_residual(residual)
         return type(self)(problem, self.matrix, Passes())._with(self.factor)
-
-    def factorised(self, filter: Filter) -> "AbstractByCholesky":
-        return self._with(self._made(filter))
-
-    def _with(self, factor: Factorised | None) -> "AbstractByCholesky":
-        is_none = lambda x: x is None
-        return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
-
-    def factor_for(self, filter: Filter) -> Factorised:
-        """Return the factorisation made in advance, or else one for this filter."""
-        return self._made(filter) if self.factor is None else self.factor
 
     def _made(self, filter: Filter) -> Factorised:
         wide = self.matrix.astype(_tree.dtype((self.matrix, self.vectors())))

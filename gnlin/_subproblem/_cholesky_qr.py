@@ -17,7 +17,7 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ._base import AbstractMethod, Answer, serves_in_two_stages
-from ._cholesky import Factorised
+from ._cholesky import AbstractFactorised, Factorised
 
 
 # The shift over eps times the trace of the curvature, and the least damping over eps
@@ -31,7 +31,7 @@ _PART_OF_POINT = 0.1
 _USUAL_TRIALS = 3
 
 
-class CholeskyQR(AbstractMethod):
+class CholeskyQR(AbstractMethod, AbstractFactorised):
     r"""The step $-(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$ by Cholesky
     factorisations of p x p matrices in two stages, which resolve small singular values.
 
@@ -60,7 +60,6 @@ class CholeskyQR(AbstractMethod):
     gram: Float[Array, "p p"]  # Q^T Q
     damped: Float[Array, "p p"]  # L^-1 L^-T
     gradient_in_q: Float[Array, " p"]  # Q^T r + L^-1 g_0
-    factor: Factorised | None
 
     def __init__(self, problem: Quadratic, passes: Passes):
         problem = problem.at_hand()
@@ -70,7 +69,7 @@ class CholeskyQR(AbstractMethod):
         self.unit = _tree.fixed(_tree.unit(phi))
         phi = phi / self.unit
         self.curvature = gram_of_columns(phi)
-        shift = _SHIFT * _eps(phi) * jnp.trace(self.curvature)
+        shift = _SHIFT * _tree.eps(phi) * jnp.trace(self.curvature)
         self.shift = _tree.fixed(jnp.where(shift > 0, shift, 1))
         # No step depends on L, which is therefore a constant to derivatives.
         self.inverse = _tree.fixed(_inverse_root(self.curvature, self.shift))
@@ -101,7 +100,7 @@ class CholeskyQR(AbstractMethod):
         return jnp.max(jnp.diagonal(self.curvature)) * self.unit**2
 
     def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
-        eps, trace = _eps(self.q), jnp.trace(self.curvature)
+        eps, trace = _tree.eps(self.q), jnp.trace(self.curvature)
         least = _LEAST * eps * self.shift
         # Below this damping, rounding of phi^T r would be a long step in directions that
         # phi does not determine. It vanishes with the residual.
@@ -113,7 +112,7 @@ class CholeskyQR(AbstractMethod):
 
     def attainable_decrease(self, least: Scalar) -> Scalar:
         filter = Tikhonov(least)
-        decrease = self._answer(self._factor_for(filter), filter).decrease
+        decrease = self._answer(self._made(filter), filter).decrease
         assert decrease is not None
         if self.problem.rest is None:
             return decrease
@@ -124,14 +123,8 @@ class CholeskyQR(AbstractMethod):
         gradients = self._gradients(new.problem)
         return eqx.tree_at(lambda w: (w.flat_gradient, w.gradient_in_q), new, gradients)
 
-    def factorised(self, filter: Filter) -> "CholeskyQR":
-        is_none = lambda x: x is None
-        factor = self._factor_for(filter)
-        return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
-
     def solve(self, filter: Filter) -> Answer:
-        factor = self._factor_for(filter) if self.factor is None else self.factor
-        return self._answer(factor, filter)
+        return self._answer(self.factor_for(filter), filter)
 
     def _answer(self, factor: Factorised, filter: Filter) -> Answer:
         damping = self._scaled_damping(filter)
@@ -158,7 +151,7 @@ class CholeskyQR(AbstractMethod):
             in_q += matmul(self.inverse, rest.astype(self.q.dtype) / self.unit)
         return gradient, in_q
 
-    def _factor_for(self, filter: Filter) -> Factorised:
+    def _made(self, filter: Filter) -> Factorised:
         damping = self._scaled_damping(filter)
         plain = self.curvature + damping * jnp.eye(
             len(self.curvature), dtype=self.q.dtype
@@ -168,10 +161,6 @@ class CholeskyQR(AbstractMethod):
 
     def _scaled_damping(self, filter: Filter) -> Scalar:
         return jnp.asarray(self.damping_of(filter), self.q.dtype) / self.unit**2
-
-
-def _eps(array: Array) -> float:
-    return float(jnp.finfo(array.dtype).eps)
 
 
 def _inverse_root(matrix: Float[Array, "n n"], shift: Scalar) -> Float[Array, "n n"]:

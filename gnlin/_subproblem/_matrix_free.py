@@ -60,6 +60,7 @@ class MatrixFree(AbstractIteration):
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         last_resort = _LAST_RESORT * num_trials * cost.one_product
         if isinstance(filter, Early):
+            # The price is infinite if an exact solution is preferred at any cost.
             return min(filter.price(cost), last_resort)
         filter, _ = undamped(filter)
         if isinstance(filter, Descent) and not vanishes(filter):
