@@ -15,6 +15,7 @@ from gnlin._subproblem._base import Early
 
 
 M, P = 60, 24
+EPS = float(np.finfo(float).eps)
 ANY = Early(0.0, worth=math.inf)
 
 
@@ -56,6 +57,18 @@ def test_as_by_singular_values_down_to_tiny_dampings(power):
     if power <= -20:  # where the curvature is rounding
         squared = ready(a, b, "curvature").solve(Early(damping)).step
         assert not objective(a, b, damping, squared) <= 2 * least
+
+
+@pytest.mark.parametrize("part", [0.5, 1.5, 0.9 / EPS**0.5, 1.1 / EPS**0.5])
+def test_on_both_sides_of_the_shift(part):
+    """The plain factorisation is used where it is as accurate."""
+    a, b = ill_conditioned()
+    u, s, vt = np.linalg.svd(a, full_matrices=False)
+    held = ready(a, b)
+    damping = part * float(held.shift * held.unit**2)
+    expected = -vt.T @ (s / (s**2 + damping) * (u.T @ b))
+    step = held.solve(Early(damping)).step
+    assert np.linalg.norm(step - expected) < 1e-4 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("power", [0, -4, -8, -10])
@@ -240,6 +253,12 @@ def test_units_in_single_precision(unit):
     step = held.solve(Early(least)).step
     left = np.linalg.norm(a.astype(float) @ np.asarray(step, float) + b)
     assert left < 0.01 * np.linalg.norm(b)
+
+
+def test_the_least_damping_is_in_the_units_of_the_curvature():
+    """In single precision the curvature's rounding underflows here."""
+    a, b = ill_conditioned(np.float32, 1e-2)
+    assert ready(a * np.float32(1e-17), b).least_damping(1e20) < 1e-30
 
 
 @pytest.mark.parametrize(("dtype", "smallest"), [(np.float64, 1e-10), (np.float32, 1e-4)])

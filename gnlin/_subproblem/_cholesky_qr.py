@@ -6,7 +6,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 from jax.lax.linalg import triangular_solve
-from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -41,7 +41,8 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
     $$\phi^\top\phi + \lambda I = L\,(Q^\top Q + \lambda L^{-1}L^{-\top})\,L^\top,$$
 
     where $Q^\top Q$ has the eigenvalues $w / (w + s)$, so that rounding hides only those
-    below $\varepsilon s$. From $\lambda = s$ on, the plain factorisation is used.
+    below $\varepsilon s$. From $\lambda = s / \sqrt\varepsilon$ on, the plain
+    factorisation is used, which is as accurate there.
 
     ??? cite "Reference"
 
@@ -128,7 +129,7 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
 
     def _answer(self, factor: Factorised, filter: Filter) -> Answer:
         damping = self._scaled_damping(filter)
-        is_plain = damping >= self.shift
+        is_plain = self._is_plain(damping)
         gradient = jnp.where(is_plain, self.flat_gradient, self.gradient_in_q)
         solution, result = factor.solve(gradient)
         step = -jnp.where(is_plain, solution, matmul(self.inverse.T, solution))
@@ -157,7 +158,12 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
             len(self.curvature), dtype=self.q.dtype
         )
         matrix = self.gram + damping * self.damped
-        return Factorised.of(jnp.where(damping >= self.shift, plain, matrix), 0.0)
+        return Factorised.of(jnp.where(self._is_plain(damping), plain, matrix), 0.0)
+
+    def _is_plain(self, damping: Scalar) -> Bool[Array, ""]:
+        # The rounding of the steps is eps damping / shift in two stages, and about
+        # shift / damping in one.
+        return damping * _tree.eps(self.q) ** 0.5 >= self.shift
 
     def _scaled_damping(self, filter: Filter) -> Scalar:
         return jnp.asarray(self.damping_of(filter), self.q.dtype) / self.unit**2
