@@ -4,7 +4,7 @@ one for each damping."""
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -78,14 +78,14 @@ class AbstractFactorised(AbstractWay):
     def _made(self, filter: Filter) -> Factorised:
         """Return the factorisation for a filter."""
 
-    def factorised(self, filter: Filter) -> Self:
+    def factorised(self, filter: Filter) -> "AbstractFactorised":
         return self._with(self._made(filter))
 
     def factor_for(self, filter: Filter) -> Factorised:
         """Return the factorisation made in advance, or else one for this filter."""
         return self._made(filter) if self.factor is None else self.factor
 
-    def _with(self, factor: Factorised | None) -> Self:
+    def _with(self, factor: Factorised | None) -> "AbstractFactorised":
         is_none = lambda x: x is None
         return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
 
@@ -114,7 +114,7 @@ class AbstractByCholesky(AbstractFactorised):
     def largest_curvature(self) -> Scalar:
         return jnp.max(jnp.diagonal(self.matrix))
 
-    def with_residual(self, residual: PyTree[Array]) -> "AbstractByCholesky":
+    def with_residual(self, residual: PyTree[Array]) -> "AbstractFactorised":
         problem = self.problem.with_residual(residual)
         return type(self)(problem, self.matrix, Passes())._with(self.factor)
 
