@@ -1,10 +1,13 @@
 """Hooks of the build. They turn mathematics into MathML, which needs no script and no
-network, and link the reference to the source, which is part of the site."""
+network, link the reference to the source, which is part of the site, and collect the
+publications that docstrings cite."""
 
+import ast
 import html
 import importlib
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -15,6 +18,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "gnlin"
 
 _INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 _DISPLAY = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
+_CITED = re.compile(r'\?\?\? cite "References?"\n\n((?:    .*\n?|\n)*)')
+_SURNAME = re.compile(r"[A-ZÅ]\. ([A-Z]\w+)")
 # Python's default docstring of `__init__`; the class has the real one.
 _NO_DOCSTRING = re.compile(r"<p>Initialize self\.\s+See help\(type\(self\)\).*?</p>")
 _HEADING = re.compile(
@@ -32,6 +37,26 @@ def on_files(files, config):
         )
         files.append(File.generated(config, f"source/{name}.md", content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    return markdown.replace("<!-- publications -->", publications())
+
+
+def publications() -> str:
+    """Return a list of all publications that docstrings cite, with the places."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE.parent).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            for block in _CITED.findall(ast.get_docstring(node) or ""):
+                for cited in textwrap.dedent(block).strip().split("\n\n"):
+                    place = f"`{node.name}` in [`{name}`](source/{name}.md)"
+                    places.setdefault(" ".join(cited.split()), []).append(place)
+    in_order = sorted(places, key=lambda cited: _SURNAME.findall(cited)[:1])
+    return "\n".join(f"- {cited} {', '.join(places[cited])}." for cited in in_order)
 
 
 def on_page_content(content: str, page, **_) -> str:

@@ -37,7 +37,7 @@ def of_matrix(filter, matrix, vector, w, vectors):
 
 
 @of_matrix.def_jvp
-def _(primals, tangents):
+def _of_matrix_jvp(primals, tangents):
     r"""Use $dg(A) = Q\,(G \circ Q^\top dA\,Q)\,Q^\top$, with the divided differences
     $G_{ij} = (g(w_i) - g(w_j))/(w_i - w_j)$, or $g'(w_i)$ if $w_i = w_j$.
 
