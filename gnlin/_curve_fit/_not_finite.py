@@ -66,9 +66,9 @@ def what_is_not_finite(fit: "CurveFit") -> str:
 
 def _place(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:
     """Describe an entry of the flattened y by its index in y and its x."""
-    setting, end = fit._setting, fit._end
-    like = setting.curve.shapes(end.parameters, setting.fixed, x)
-    marks = np.zeros(end.residuals.size)
+    setting = fit._setting
+    like = setting.curve.shapes(fit._end.parameters, setting.fixed, x)
+    marks = np.zeros(np.size(fit.residuals))
     marks[entry] = 1
     leaves = jax.tree_util.tree_leaves_with_path(unflattened(jnp.asarray(marks), like))
     path, marked = next((path, leaf) for path, leaf in leaves if jnp.any(leaf))

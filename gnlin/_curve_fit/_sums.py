@@ -153,8 +153,7 @@ def _of_block(
     """Return the whitened rows of a block with their residual, its loss and totals, and
     the last two faults of each point."""
     posed = Posed.of(setting, data)
-    outputs_at = lambda free, given: posed.outputs({"curve": free, "x": None}, given)
-    lin = linearise(outputs_at, free, posed.given)
+    lin = linearise(lambda free, _: posed.outputs(posed.variables(free)), free)
     here, jacobian = Misfit.of(posed, lin.outputs, has_noise=unweighted), lin.matrix()
     of_derivative = jnp.any(~jnp.isfinite(jacobian), axis=1)
     flags = [_by_point(flag, y) for flag in (~jnp.isfinite(lin.outputs), of_derivative)]
