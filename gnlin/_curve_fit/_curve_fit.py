@@ -1,6 +1,7 @@
 """`curve_fit`, the function that users call to fit a curve."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from ._arrays import as_x
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
 from ._inputs import as_y, check_alone, data_of, errors_of_x, with_x
-from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
+from ._likelihood import as_loss, check_rates, check_targets, in_one_row, is_likelihood
 from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, flat_box, with_bounds
 from ._program import fitted
@@ -150,6 +151,7 @@ def curve_fit(
             f'`nan_policy` must be "raise" or "omit", but {nan_policy!r} was given.'
         )
     loss = as_loss(loss, sigma, sigma_x)
+    absolute_sigma |= is_likelihood(loss)
     if solver.bounds is not None:
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
     start = jax.tree.map(as_start, start)
@@ -164,7 +166,6 @@ def curve_fit(
         check_in_parts(solver, loss, parts)
         check_rates(loss, lambda: curve(free, kept, as_x(parts.example[0])))
         check_start(box, free)
-        absolute_sigma |= isinstance(loss, Likelihood)
         setting = FitSettings(
             program, solver, loss, max_steps, kept, absolute_sigma, many=False
         )
@@ -173,10 +174,10 @@ def curve_fit(
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
     given = x
     x, values, missing = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
-    data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
-    if isinstance(loss, Likelihood):
-        absolute_sigma, loss = True, in_one_row(loss, values.of_one())
-        check_targets(loss, data, axes_of_data, values.tree)
+    data, axes = data_of(x, values, sigma, sigma_x, nan_policy)
+    if is_likelihood(loss):
+        loss = in_one_row(loss, values.of_one())
+        check_targets(loss, data, axes, values.tree)
     many, number = values.many, len(data.y)
     each_start = [free]
     if values.has_starts:
@@ -195,19 +196,17 @@ def curve_fit(
     check_rates(loss, lambda: program(first, kept, x))
     solver = _for_fits(solver, loss, wait=many and program.has_loops)
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
-    axes, has_starts = axes_of_data if many else None, starts is not None
-    if setting.is_robust and sigma is None:
-        squared = setting._replace(loss=SquaredError())
-        _, found = fitted(squared, data, free, axes, has_starts=has_starts)
-        for k in range(_ROUNDS):
-            data = data._replace(spread=_spread(data, found["residuals"]))
-            if k > 0 and not has_starts:
-                free = end.parameters
-            end, found = fitted(setting, data, free, axes, has_starts=has_starts)
-        # Another model has another scale, so its loss is in other units.
-        found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
-    else:
-        end, found = fitted(setting, data, free, axes, has_starts=has_starts)
+    run = functools.partial(fitted, axes=axes, has_starts=starts is not None)
+    if not setting.is_robust or sigma is not None:
+        return as_curve_fit(setting, curve, data, *run(setting, data, free))
+    end, found = run(setting._replace(loss=SquaredError()), data, free)
+    for _ in range(_ROUNDS):
+        data = data._replace(spread=_spread(data, found["residuals"]))
+        end, found = run(setting, data, free)
+        if starts is None:
+            free = end.parameters
+    # Another model has another scale, so its loss is in other units.
+    found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
     return as_curve_fit(setting, curve, data, end, found)
 
 
@@ -259,5 +258,4 @@ def _spread(data: Data, residuals: Array) -> Array:
     # The estimate is zero if the curve meets most points exactly.
     least = jnp.finfo(data.y.dtype).eps * jnp.max(jnp.abs(data.y), axis=-1)
     least = jnp.where(least > 0, least, 1)
-    mapped = spread if data.y.ndim == 1 else jax.vmap(spread)
-    return jnp.maximum(mapped(residuals, data.counted), least)
+    return jnp.maximum(spread(residuals, data.counted), least)

@@ -18,7 +18,7 @@ from ..losses._robust import AbstractRobust
 from ._arrays import as_x
 from ._curve import Curve, flat
 from ._inputs import as_y
-from ._likelihood import check_values, Likelihood
+from ._likelihood import check_values
 from ._not_finite import NonFinite
 from ._parts import Part, Parts
 from ._problem import FitSettings, flat_box
@@ -108,18 +108,29 @@ def fitted_in_parts(
     setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the fields of `CurveFit`."""
-    passes = _Passes(setting, parts, start, nan_policy)
-    solver = setting.solver
+    passes, solver = _Passes(setting, parts, start, nan_policy), setting.solver
     assert isinstance(solver, LevenbergMarquardt)
-    with Bar(setting.max_steps, True) as bar:
-        minimum = minimise(
-            solver,
-            passes.expand,
-            solver.between_bounds(start),
-            setting.max_steps,
-            bar.show,
-        )
-    return _ended(setting, passes, minimum, start)
+    first, most = solver.between_bounds(start), setting.max_steps
+    with Bar(most, True) as bar:
+        minimum = minimise(solver, passes.expand, first, most, bar.show)
+    sums = unweighted = minimum.last
+    if setting.is_robust:
+        unweighted = passes.sums(minimum.y, unweighted=True)
+    is_seen = _seen(passes, minimum, start, unweighted)
+    *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
+    number = of_curve or of_derivative
+    point = passes.point(sums, 3 if of_curve else 4) if number else -1
+    nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
+    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, nonfinite)
+    rows = minimum.rows
+    return end, found | {
+        "residuals": None,
+        "x": None,
+        "losses": None,
+        "result": minimum.result,
+        "history": rows and {"step": rows["num_feature_updates"], **rows},
+        "num_steps": jnp.array(len(rows["loss"]) if rows else 0),
+    }
 
 
 class _Passes:
@@ -155,8 +166,8 @@ class _Passes:
         return sums
 
     def _check_targets(self, part: Part) -> None:
-        loss = self.setting.loss
-        if isinstance(loss, Likelihood):
+        loss = self.setting.likelihood
+        if loss is not None:
             values = np.concatenate([np.ravel(v) for v in jax.tree.leaves(part.y)])
             check_values(loss, part.y, [values])
 
@@ -185,29 +196,6 @@ class _Passes:
         """Return the index of the first point with a kind of fault."""
         part, place = int(sums.faults.part[kind]), int(sums.faults.place[kind])
         return self.parts.starts[part] + place
-
-
-def _ended(
-    setting: FitSettings, passes: _Passes, minimum: Minimum, start: PyTree[Array]
-) -> tuple[Fitted, dict[str, Any]]:
-    sums = unweighted = minimum.last
-    if setting.is_robust:
-        unweighted = passes.sums(minimum.y, unweighted=True)
-    is_seen = _seen(passes, minimum, start, unweighted)
-    *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
-    number = of_curve or of_derivative
-    point = passes.point(sums, 3 if of_curve else 4) if number else -1
-    nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
-    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, nonfinite)
-    rows = minimum.rows
-    return end, found | {
-        "residuals": None,
-        "x": None,
-        "losses": None,
-        "result": minimum.result,
-        "history": rows and {"step": rows["num_feature_updates"], **rows},
-        "num_steps": jnp.array(len(rows["loss"]) if rows else 0),
-    }
 
 
 @quickly

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, PyTree
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 from .._solver import AbstractGaussNewton
-from ..losses import AbstractElementwiseLoss, AbstractLoss
+from ..losses import AbstractElementwiseLoss
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data, whitened
-from ._likelihood import Likelihood
+from ._likelihood import is_likelihood, Likelihood
 
 
 class FitSettings(NamedTuple):
@@ -28,9 +28,9 @@ class FitSettings(NamedTuple):
     many: bool  # whether there are several data sets
 
     @property
-    def likelihood(self) -> AbstractLoss | None:
-        """The negative log-likelihood of each point, or `None` for other losses."""
-        return self.loss.loss if isinstance(self.loss, Likelihood) else None
+    def likelihood(self) -> AbstractElementwiseLoss | None:
+        """The loss if it is a negative log-likelihood."""
+        return self.loss if is_likelihood(self.loss) else None
 
     @property
     def is_robust(self) -> bool:
@@ -76,15 +76,16 @@ class Posed(NamedTuple):
         target = _joined(whitened(data.y, data), shift)
         counted = _joined(data.counted, jax.tree.map(jnp.ones_like, shift))
         loss = setting.loss
-        if isinstance(loss, Likelihood):
-            loss = Likelihood(loss=loss.loss, counted=counted)
+        if setting.likelihood is not None:
+            loss = Likelihood(loss=loss, counted=counted)
         return Posed(setting.curve, data, setting.fixed, loss, target, counted)
 
     def variables(self, parameters: PyTree) -> PyTree:
         """Return the variables of the problem, with x as it was given."""
         return {"curve": parameters, "x": _no_shift(self.data)}
 
-    def outputs(self, variables: PyTree) -> Array:
+    def outputs(self, variables: PyTree, _: Any = None) -> Array:
+        """Return the outputs. Solvers pass inputs as well, and here there are none."""
         x = self.data.moved(variables["x"])
         free = self.data.with_held(variables["curve"])
         values = whitened(self.curve(free, self.fixed, x), self.data)

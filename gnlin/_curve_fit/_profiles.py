@@ -55,10 +55,10 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         the program of the fit, because one program for all takes longer to compile."""
         start = start.copy()
         start[k] = value
-        held = unravel(jnp.zeros_like(flat).at[k].set(1))
+        marks = unravel(jnp.zeros_like(flat).at[k].set(1))
         values = unravel(jnp.asarray(start))
-        held = jax.tree.map(lambda x: x != 0, held), values
-        refit, _ = fitted(setting, data, values, held=held)
+        held = jax.tree.map(lambda x: x != 0, marks), values
+        refit, _ = fitted(setting, data._replace(held=held), values)
         rise = float(2 * (refit.loss - end.loss) / unit_of_loss)
         if np.isfinite(rise):
             start = np.array(_tree.ravel_pytree(refit.parameters)[0])

@@ -27,14 +27,11 @@ def fitted(
     data: Data,
     start: PyTree[Array],
     axes: Data | None = None,
-    held: tuple[PyTree[Array], PyTree[Array]] | None = None,
-    *,
     has_starts: bool = False,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the fields of `CurveFit`.
 
     - `axes`: the axes of the fields of `data` over data sets, if there are several.
-    - `held`: the held parameters of a single fit, as in `Data`.
     - `has_starts`: whether parameters have an axis over starts (after the one over data
         sets), of which the best is chosen. The starts of one data set run one after the
         other, by the program of a single fit: together all would take the steps of the
@@ -46,10 +43,9 @@ def fitted(
         number = len(jax.tree.leaves(start)[0])
         each = (jax.tree.map(lambda s, k=k: s[k], start) for k in range(number))
         return _best_of(fitted(setting, data, one) for one in each)
-    if alone:
-        if held is None:
-            held = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start), start
-        data = data._replace(held=held)
+    if alone and data.held is None:
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start)
+        data = data._replace(held=(none, start))
     program = _program(alone, alone and setting.curve.has_loops)
     try:
         return program(setting, data, start, axes, has_starts)
@@ -114,7 +110,7 @@ def _fitted(
     end = run(setting, data, start, history=history)
     posed, variables = Posed.of(setting, data), end.variables
     parameters = variables["curve"]
-    lin = linearise(lambda variables, _: posed.outputs(variables), variables)
+    lin = linearise(posed.outputs, variables)
     here = Misfit.of(posed, lin.outputs, has_noise=setting.is_robust)
     matrix = lin.matrix()
     slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, here.pull))["curve"]

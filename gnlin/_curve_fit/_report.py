@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._curve import rounding
+from ._parameters import name_of
 from ._runs import is_known
 
 
@@ -22,7 +23,7 @@ def names_of(tree: PyTree) -> tuple[str, ...]:
     """Return the names of all entries, such as `rate` or `rate[0]`."""
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator=".") or "p"
+        name = name_of(path) or "p"
         shape = np.shape(leaf)
         names += [name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)]
     return tuple(names)

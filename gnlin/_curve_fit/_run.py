@@ -24,10 +24,6 @@ class Run(NamedTuple):
     num_steps: Int[Array, ""]
 
 
-def _outputs(posed: Posed, variables: PyTree[Array], _: Array) -> Array:
-    return posed.outputs(variables)
-
-
 def _of_variables(bounds: Any) -> Any:
     """Return the bounds of all variables, of which x has none."""
     return None if bounds is None else tuple({"curve": b} for b in bounds)
@@ -40,7 +36,7 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
     posed = Posed.of(setting, data)
     # For `solve` the data set is one example without inputs, whose outputs are the curve.
     solution = solve(
-        (eqx.Partial(_outputs, posed), posed.variables(start)),
+        (eqx.Partial(Posed.outputs, posed), posed.variables(start)),
         (jnp.zeros(1), posed.target[None]),
         with_bounds(setting.solver, _of_variables(setting.solver.bounds)),
         loss=posed.loss,

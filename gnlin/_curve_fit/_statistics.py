@@ -1,5 +1,6 @@
 """The end of a fit, and the statistics there: the errors of the parameters, the noise."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -95,45 +96,41 @@ def as_fitted(
     outer = errors[:, None] * errors[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
-    every = _Every(setting, parameters)
+    unravel = _tree.Structure.of(parameters).unravel
+    zeros = _tree.zeros_like(setting.fixed)
+    in_structure = lambda values: eqx.combine(unravel(values), zeros)
     return end, {
-        "parameters": every.parameters,
-        "standard_errors": every.vector(errors),
-        "covariance": every.blocks(matrix),
+        "parameters": eqx.combine(parameters, setting.fixed),
+        "standard_errors": in_structure(errors),
+        "covariance": _blocks(in_structure, matrix),
         "covariance_matrix": matrix,
-        "correlation": every.blocks(correlation),
+        "correlation": _blocks(in_structure, correlation),
         "chi_squared": chi_squared,
         "deviance": 2 * loss,
         "reduced_chi_squared": chi_squared / dof,
         "degrees_of_freedom": dof,
         "scale": jnp.ones_like(noise) if setting.absolute_sigma else end.noise,
-        "at_bound": jax.tree.map(lambda x: x.astype(int), every.vector(end.at_bound)),
-        "multipliers": every.vector(jnp.where(held, pull, 0)),
+        "at_bound": jax.tree.map(lambda x: x.astype(int), in_structure(end.at_bound)),
+        "multipliers": in_structure(jnp.where(held, pull, 0)),
         "aic": misfit + 2 * num_free,
         "bic": misfit + jnp.log(number) * num_free,
     }
 
 
-class _Every:
-    """All parameters. Its methods put vectors and matrices over the free parameters into
-    the structure of all, with zeros for the fixed ones."""
+def _blocks(
+    in_structure: Callable[[Array], PyTree[Array]], matrix: Float[Array, "k k"]
+) -> PyTree[Array]:
+    """Return a block of the matrix for each pair of leaves.
 
-    def __init__(self, setting: FitSettings, free: PyTree[Array]):
-        self.parameters = eqx.combine(free, setting.fixed)
-        self._free = _tree.Structure.of(free)
-        self._zeros = _tree.zeros_like(setting.fixed)
+    - `in_structure`: returns a vector in the structure of all parameters, with zeros for
+        the fixed ones.
+    """
 
-    def vector(self, values: Array) -> PyTree[Array]:
-        return eqx.combine(self._free.unravel(values), self._zeros)
+    def of_leaf(rows):
+        each = jax.vmap(in_structure)(rows.reshape(-1, rows.shape[-1]))
+        return jax.tree.map(lambda x: x.reshape(rows.shape[:-1] + x.shape[1:]), each)
 
-    def blocks(self, matrix: Array) -> PyTree[Array]:
-        """Return a block of the matrix for each pair of leaves."""
-
-        def of_leaf(rows):
-            each = jax.vmap(self.vector)(rows.reshape(-1, rows.shape[-1]))
-            return jax.tree.map(lambda x: x.reshape(rows.shape[:-1] + x.shape[1:]), each)
-
-        return jax.tree.map(of_leaf, jax.vmap(self.vector, -1, -1)(matrix))
+    return jax.tree.map(of_leaf, jax.vmap(in_structure, -1, -1)(matrix))
 
 
 def _robust_variance(totals: Totals, num_free: Scalar) -> Scalar:
@@ -202,6 +199,9 @@ class Misfit(NamedTuple):
 _MAD = 0.6744897501960817
 
 
-def spread(residuals: Float[Array, " m"], counted: Float[Array, " m"]) -> Scalar:
+def spread(
+    residuals: Float[Array, "*sets m"], counted: Float[Array, "*sets m"]
+) -> Float[Array, "*sets"]:
     """Estimate the residuals' standard deviation by their median absolute deviation."""
-    return jnp.nanmedian(jnp.where(counted > 0, jnp.abs(residuals), jnp.nan)) / _MAD
+    sizes = jnp.where(counted > 0, jnp.abs(residuals), jnp.nan)
+    return jnp.nanmedian(sizes, axis=-1) / _MAD
