@@ -19,7 +19,7 @@ from ..losses import AbstractLoss, SquaredError
 from ._arrays import as_x
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import as_y, check_alone, data_of, errors_of_x, with_x
+from ._inputs import as_y, check_alone, data_of, errors_of_x, surely, with_x
 from ._likelihood import as_loss, check_rates, check_targets, in_one_row, is_likelihood
 from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, flat_box, with_bounds
@@ -234,7 +234,7 @@ def _sobol(number: int, first: PyTree, starts: PyTree, limits: Any, many: bool) 
     check_count("starts", number)
     box = flat_box(limits, first)
     low, high = box.lower, box.upper
-    if not bool(jnp.all(jnp.isfinite(low) & jnp.isfinite(high))):
+    if surely(~jnp.all(jnp.isfinite(low) & jnp.isfinite(high))):
         raise ValueError(
             "`starts` are drawn between the bounds: give each free parameter a finite "
             "lower and upper bound."
