@@ -93,7 +93,7 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
 
 
 def is_likelihood(loss: AbstractLoss) -> bool:
-    """Whether a loss is a negative log-likelihood, so that errors need no other scale."""
+    """Whether a loss is a negative log-likelihood, of which a fit estimates no scale."""
     return not isinstance(loss, SquaredError | AbstractRobust)
 
 

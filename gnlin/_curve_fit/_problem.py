@@ -29,7 +29,7 @@ class FitSettings(NamedTuple):
 
     @property
     def likelihood(self) -> AbstractElementwiseLoss | None:
-        """The loss if it is a negative log-likelihood."""
+        """The loss if it is a negative log-likelihood, else `None`."""
         return self.loss if is_likelihood(self.loss) else None
 
     @property
