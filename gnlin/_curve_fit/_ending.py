@@ -85,12 +85,12 @@ def _are_separated(fit: "CurveFit") -> np.ndarray:
         y, counted = map(np.asarray, (fit._data.y, fit._data.counted))
         alike = (y == 0) | (y == np.asarray(loss.trials)) | (counted == 0)
         are_sure &= alike.all(axis=-1)
-    return are_sure
+    return np.asarray(are_sure)
 
 
 def _are_unlimited(fit: "CurveFit") -> np.ndarray:
     """Whether the likelihood of each data set has no maximum for another reason."""
-    return np.any(escaping(fit) != 0, axis=-1) & ~_are_separated(fit)
+    return np.asarray(np.any(escaping(fit) != 0, axis=-1) & ~_are_separated(fit))
 
 
 def _without_maximum(fit: "CurveFit") -> str:
