@@ -814,6 +814,16 @@ def test_many_starts_find_the_global_minimum():
     assert "of 32 starts reached the best loss" in str(fit)
 
 
+def test_starts_inside_a_compiled_function():
+    bounds = {"a": (0.0, 9.0), "rate": (0.0, 5.0), "c": (-1.0, 2.0)}
+
+    def parameters(y, **options):
+        return gnlin.curve_fit(decay, X, y, START, bounds=bounds, **options).parameters
+
+    found = jax.jit(lambda y: parameters(y, starts=3))(Y)
+    np.testing.assert_allclose(values(found), values(parameters(Y)), rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_complex_values_and_arrays():
     w = np.linspace(0.1, 3, 20)

@@ -1,7 +1,7 @@
 """`curve_fit`, the function that users call to fit a curve."""
 
 import dataclasses
-import warnings
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,21 +12,20 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from .._common import _tree
 from .._common._checks import check_callable, check_count, check_flag
-from .._linearisation._bounds import Box, check_start
+from .._linearisation._bounds import check_start
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
-from ..losses._robust import AbstractRobust
 from ._arrays import as_x
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import as_y, check_alone, data_of, errors_of_x, with_x
-from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
+from ._inputs import as_y, check_alone, data_of, errors_of_x, surely, with_x
+from ._likelihood import as_loss, check_rates, check_targets, in_one_row, is_likelihood
 from ._parameters import as_start, limits, parted
-from ._problem import FitSettings, with_bounds
+from ._problem import FitSettings, flat_box, with_bounds
 from ._program import fitted
 from ._result import as_curve_fit, CurveFit
-from ._statistics import Fitted, spread
+from ._statistics import spread
 
 
 # Number of robust fits after a first fit by squared error. Each takes its scale from the
@@ -152,6 +151,7 @@ def curve_fit(
             f'`nan_policy` must be "raise" or "omit", but {nan_policy!r} was given.'
         )
     loss = as_loss(loss, sigma, sigma_x)
+    absolute_sigma |= is_likelihood(loss)
     if solver.bounds is not None:
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
     start = jax.tree.map(as_start, start)
@@ -166,19 +166,18 @@ def curve_fit(
         check_in_parts(solver, loss, parts)
         check_rates(loss, lambda: curve(free, kept, as_x(parts.example[0])))
         check_start(box, free)
-        absolute_sigma |= isinstance(loss, Likelihood)
         setting = FitSettings(
             program, solver, loss, max_steps, kept, absolute_sigma, many=False
         )
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
-        return _told(as_curve_fit(setting, curve, None, end, found))
+        return as_curve_fit(setting, curve, None, end, found)
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
     given = x
     x, values, missing = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
-    data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
-    if isinstance(loss, Likelihood):
-        absolute_sigma, loss = True, in_one_row(loss, values.of_one())
-        check_targets(loss, data, axes_of_data, values.tree)
+    data, axes = data_of(x, values, sigma, sigma_x, nan_policy)
+    if is_likelihood(loss):
+        loss = in_one_row(loss, values.of_one())
+        check_targets(loss, data, axes, values.tree)
     many, number = values.many, len(data.y)
     each_start = [free]
     if values.has_starts:
@@ -187,10 +186,9 @@ def curve_fit(
         free = jax.tree.map(lambda s: jnp.broadcast_to(s, (number, *s.shape)), free)
     for one in each_start:
         check_start(box, one)
-    first, levels = each_start[0], ((axes_of_data, 0, None),) * many
+    first = each_start[0]
     if starts is not None:
         free = _sobol(starts, first, free, box, many)
-        levels += ((None, 0, None),)
 
     program = curve.on(first, kept, x)
     if missing is not None:
@@ -198,19 +196,18 @@ def curve_fit(
     check_rates(loss, lambda: program(first, kept, x))
     solver = _for_fits(solver, loss, wait=many and program.has_loops)
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
-    if isinstance(loss, AbstractRobust) and sigma is None:
-        squared = setting._replace(loss=SquaredError())
-        end, parts = fitted(squared, data, free, levels)
-        for k in range(_ROUNDS):
-            data = data._replace(spread=_spread(data, end))
-            if k > 0 and starts is None:
-                free = end.parameters
-            end, parts = fitted(setting, data, free, levels)
-        # Another model has another scale, so its loss is in other units.
-        parts |= dict.fromkeys(("aic", "bic"), jnp.full_like(parts["aic"], jnp.nan))
-    else:
-        end, parts = fitted(setting, data, free, levels)
-    return _told(as_curve_fit(setting, curve, data, end, parts))
+    run = functools.partial(fitted, axes=axes, has_starts=starts is not None)
+    if not setting.is_robust or sigma is not None:
+        return as_curve_fit(setting, curve, data, *run(setting, data, free))
+    end, found = run(setting._replace(loss=SquaredError()), data, free)
+    for _ in range(_ROUNDS):
+        data = data._replace(spread=_spread(data, found["residuals"]))
+        end, found = run(setting, data, free)
+        if starts is None:
+            free = end.parameters
+    # Another model has another scale, so its loss is in other units.
+    found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
+    return as_curve_fit(setting, curve, data, end, found)
 
 
 def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
@@ -232,20 +229,12 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     return solver
 
 
-def _told(fit: CurveFit) -> CurveFit:
-    """Return the fit after a warning if something is wrong with it."""
-    complaint = fit.complaint()
-    if complaint:
-        warnings.warn(complaint, stacklevel=3)
-    return fit
-
-
 def _sobol(number: int, first: PyTree, starts: PyTree, limits: Any, many: bool) -> PyTree:
     """Return `number` starts of each data set: its own, and points between the bounds."""
     check_count("starts", number)
-    box = Box.of((None, None) if limits is None else limits, first)
-    low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
-    if not bool(jnp.all(jnp.isfinite(low) & jnp.isfinite(high))):
+    box = flat_box(limits, first)
+    low, high = box.lower, box.upper
+    if surely(~jnp.all(jnp.isfinite(low) & jnp.isfinite(high))):
         raise ValueError(
             "`starts` are drawn between the bounds: give each free parameter a finite "
             "lower and upper bound."
@@ -264,10 +253,9 @@ def _sobol(number: int, first: PyTree, starts: PyTree, limits: Any, many: bool) 
     return jax.vmap(of_one)(starts) if many else of_one(starts)
 
 
-def _spread(data: Data, end: Fitted) -> Array:
+def _spread(data: Data, residuals: Array) -> Array:
     """Estimate the standard deviation of each data set's residuals, in units of sigma."""
     # The estimate is zero if the curve meets most points exactly.
     least = jnp.finfo(data.y.dtype).eps * jnp.max(jnp.abs(data.y), axis=-1)
     least = jnp.where(least > 0, least, 1)
-    mapped = spread if data.y.ndim == 1 else jax.vmap(spread)
-    return jnp.maximum(mapped(end.residuals, data.counted), least)
+    return jnp.maximum(spread(residuals, data.counted), least)

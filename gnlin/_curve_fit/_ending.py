@@ -8,9 +8,7 @@ from jax.core import Tracer
 
 from .._solver import result_name, why_it_ended
 from ..losses import BinomialNLL
-from ..losses._robust import AbstractRobust
 from ._curve import rounding
-from ._likelihood import Likelihood
 from ._no_maximum import escaping
 from ._not_finite import what_is_not_finite
 
@@ -42,10 +40,10 @@ def reason(fit: "CurveFit") -> str:
     if int(fit._end.nonfinite.point) >= 0:
         return what_is_not_finite(fit)
     if name == "nonfinite" and not np.isfinite(fit._end.loss):
-        loss = fit._setting.loss
-        if isinstance(loss, Likelihood):
+        loss = fit._setting.likelihood
+        if loss is not None:
             rate = ""
-            if getattr(loss.loss, "log_input", False):
+            if getattr(loss, "log_input", False):
                 rate = "pass `log_input=False` if `f` is a rate, "
             return (
                 f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or "
@@ -63,7 +61,7 @@ def reason(fit: "CurveFit") -> str:
 
 def _underflows(fit: "CurveFit") -> bool:
     """Whether the loss is zero only because the squares of the residuals underflow."""
-    if isinstance(fit._setting.loss, Likelihood) or fit._end.loss != 0:
+    if fit._setting.likelihood is not None or fit._end.loss != 0:
         return False
     if fit._data is None or fit.residuals is None:  # read in parts
         return result_name(fit.result) == "stagnation"
@@ -79,20 +77,20 @@ def _are_separated(fit: "CurveFit") -> np.ndarray:
     """Whether the likelihood of each data set is 1 at infinity only, as it is if all
     trials of each point end alike, and as the curve says. In parts y is unknown, but
     no curve meets so many shares exactly."""
-    loss, least = fit._setting.loss, np.finfo(fit._end.loss.dtype).eps
-    if not isinstance(loss, Likelihood) or not isinstance(loss.loss, BinomialNLL):
+    loss, least = fit._setting.likelihood, np.finfo(fit._end.loss.dtype).eps
+    if not isinstance(loss, BinomialNLL):
         return np.zeros(np.shape(fit._end.loss), bool)
     are_sure = np.asarray(fit._end.loss) <= least
     if fit._data is not None:
         y, counted = map(np.asarray, (fit._data.y, fit._data.counted))
-        alike = (y == 0) | (y == np.asarray(loss.loss.trials)) | (counted == 0)
+        alike = (y == 0) | (y == np.asarray(loss.trials)) | (counted == 0)
         are_sure &= alike.all(axis=-1)
-    return are_sure
+    return np.asarray(are_sure)
 
 
 def _are_unlimited(fit: "CurveFit") -> np.ndarray:
     """Whether the likelihood of each data set has no maximum for another reason."""
-    return np.any(escaping(fit) != 0, axis=-1) & ~_are_separated(fit)
+    return np.asarray(np.any(escaping(fit) != 0, axis=-1) & ~_are_separated(fit))
 
 
 def _without_maximum(fit: "CurveFit") -> str:
@@ -142,7 +140,7 @@ def complaint(fit: "CurveFit") -> str:
     is_well = result_name(fit.result) == "successful" and not _underflows(fit)
     if not is_well or int(fit._end.nonfinite.point) >= 0:
         return f"`gnlin.curve_fit` has not converged: {fit.reason}."
-    if isinstance(fit._setting.loss, AbstractRobust) and np.isnan(fit._end.variance):
+    if fit._setting.is_robust and np.isnan(fit._end.variance):
         return (
             "`gnlin.curve_fit`: the loss ignores all points, because they are far "
             "from the curve: start closer, or raise the loss's `delta`."
@@ -150,8 +148,7 @@ def complaint(fit: "CurveFit") -> str:
     if are_determined(fit):
         if fit.degrees_of_freedom > 0 or not fit._setting.is_estimated:
             return ""
-        is_robust = isinstance(fit._setting.loss, AbstractRobust)
-        other = "" if is_robust else "`sigma` and `absolute_sigma=True`, or "
+        other = "" if fit._setting.is_robust else "`sigma` and `absolute_sigma=True`, or "
         return (
             "`gnlin.curve_fit`: there are no more points than parameters, so the "
             f"errors cannot be estimated: pass {other}more points."

@@ -18,14 +18,13 @@ from ..losses._robust import AbstractRobust
 from ._arrays import as_x
 from ._curve import Curve, flat
 from ._inputs import as_y
-from ._likelihood import check_values, Likelihood
+from ._likelihood import check_values
 from ._not_finite import NonFinite
 from ._parts import Part, Parts
-from ._problem import FitSettings
+from ._problem import FitSettings, flat_box
 from ._statistics import as_fitted, Fitted
-from ._structure import in_structure
 from ._sums import added, Sums
-from ._undetermined import Doubts, doubts, is_inside, UNMOVED
+from ._undetermined import Doubts, doubts, UNMOVED
 
 
 # A block has about this many numbers of the Jacobian, so that it stays in the caches.
@@ -108,19 +107,30 @@ def check_in_parts(solver: Any, loss: Any, parts: Parts) -> None:
 def fitted_in_parts(
     setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
 ) -> tuple[Fitted, dict[str, Any]]:
-    """Run a fit; return its end, and the results in the structure of the parameters."""
-    passes = _Passes(setting, parts, start, nan_policy)
-    solver = setting.solver
+    """Run a fit; return its end, and the fields of `CurveFit`."""
+    passes, solver = _Passes(setting, parts, start, nan_policy), setting.solver
     assert isinstance(solver, LevenbergMarquardt)
-    with Bar(setting.max_steps, True) as bar:
-        minimum = minimise(
-            solver,
-            passes.expand,
-            solver.between_bounds(start),
-            setting.max_steps,
-            bar.show,
-        )
-    return _ended(setting, passes, minimum, start)
+    first, most = solver.between_bounds(start), setting.max_steps
+    with Bar(most, True) as bar:
+        minimum = minimise(solver, passes.expand, first, most, bar.show)
+    sums = unweighted = minimum.last
+    if setting.is_robust:
+        unweighted = passes.sums(minimum.y, unweighted=True)
+    is_seen = _seen(passes, minimum, start, unweighted)
+    *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
+    number = of_curve or of_derivative
+    point = passes.point(sums, 3 if of_curve else 4) if number else -1
+    nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
+    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, nonfinite)
+    rows = minimum.rows
+    return end, found | {
+        "residuals": None,
+        "x": None,
+        "losses": None,
+        "result": minimum.result,
+        "history": rows and {"step": rows["num_feature_updates"], **rows},
+        "num_steps": jnp.array(len(rows["loss"]) if rows else 0),
+    }
 
 
 class _Passes:
@@ -156,8 +166,8 @@ class _Passes:
         return sums
 
     def _check_targets(self, part: Part) -> None:
-        loss = self.setting.loss
-        if isinstance(loss, Likelihood):
+        loss = self.setting.likelihood
+        if loss is not None:
             values = np.concatenate([np.ravel(v) for v in jax.tree.leaves(part.y)])
             check_values(loss, part.y, [values])
 
@@ -188,27 +198,6 @@ class _Passes:
         return self.parts.starts[part] + place
 
 
-def _ended(
-    setting: FitSettings, passes: _Passes, minimum: Minimum, start: PyTree[Array]
-) -> tuple[Fitted, dict[str, Any]]:
-    sums = unweighted = minimum.last
-    if isinstance(setting.loss, AbstractRobust):
-        unweighted = passes.sums(minimum.y, unweighted=True)
-    is_seen = _seen(passes, minimum, start, unweighted)
-    *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
-    number = of_curve or of_derivative
-    point = passes.point(sums, 3 if of_curve else 4) if number else -1
-    rows = minimum.rows
-    others = {
-        "nonfinite": NonFinite(*map(jnp.array, (point, number, of_curve > 0))),
-        "result": minimum.result,
-        "num_steps": jnp.array(len(rows["loss"]) if rows else 0),
-    }
-    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, others)
-    history = rows and {"step": rows["num_feature_updates"], **rows}
-    return end._replace(history=history), found
-
-
 @quickly
 def _fitted(
     setting: FitSettings,
@@ -216,22 +205,14 @@ def _fitted(
     sums: Sums,
     unweighted: Sums,
     is_seen: Array,
-    others: dict[str, Any],
+    nonfinite: NonFinite,
 ) -> tuple[Fitted, dict[str, Any]]:
-    here = sums.expansion()
-    end = as_fitted(
-        setting,
-        parameters,
-        _tree.Structure.of(parameters).unravel(here.gradient),
-        unweighted.expansion().jacobian,
-        is_seen,
-        unweighted.totals,
-        loss=here.loss,
-        residuals=None,
-        history=None,
-        **others,
+    here, jacobian = sums.expansion(), unweighted.expansion().jacobian
+    slope = _tree.Structure.of(parameters).unravel(here.gradient)
+    totals = unweighted.totals
+    return as_fitted(
+        setting, parameters, here.loss, slope, jacobian, is_seen, totals, nonfinite
     )
-    return end, in_structure(setting, end)
 
 
 def _seen(
@@ -239,16 +220,16 @@ def _seen(
 ) -> Array:
     """Whether each parameter affects the curve. One that the linearisation leaves open
     takes a pass or two: without effect, it does not change the loss either."""
-    parameters, bounds = minimum.y, passes.setting.solver.bounds
-    loss = minimum.last.expansion().loss
+    parameters, loss = minimum.y, minimum.last.expansion().loss
+    box = flat_box(passes.setting.solver.bounds, parameters)
     found = _doubts(parameters, start, unweighted)
     y, unravel = _tree.ravel_pytree(parameters)
     stay = np.zeros(y.size, bool)
     for k in np.flatnonzero(found.asked):
-        for step in (-found.steps[k], found.steps[k]):
-            moved = unravel(y.at[k].add(step))
-            if not stay[k] and is_inside(bounds, moved):
-                change = passes.sums(moved).expansion().loss - loss
+        for size in (-found.steps[k], found.steps[k]):
+            step = jnp.zeros_like(y).at[k].set(size)
+            if not stay[k] and not box.is_left(y, step):
+                change = passes.sums(unravel(y + step)).expansion().loss - loss
                 stay[k] = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
     return jnp.asarray(~np.asarray(found.is_rounding) & ~stay)
 

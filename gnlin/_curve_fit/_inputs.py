@@ -79,21 +79,21 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
                     "same kind."
                 )
         return values
-    if may_be_many and have_length(free) and have_length(kept):
-        of_one = outputs(*map(of_one_example, (free, kept)))
-        if _shapes(of_one) == _shapes(Values(tree, many=True).of_one()):
+    if may_be_many:
+        of_one_set = _shapes(of_one_example(tree))
+        of_all = map(of_one_example, (free, kept))
+        are_all = have_length(free) and have_length(kept)
+        if are_all and _shapes(outputs(*of_all)) == of_one_set:
             raise ValueError(
                 "A fixed parameter has one value for all data sets, but in `start` each "
                 "has its own: pass one value, or fit each data set separately."
             )
-    of_some = _of_one_set(free, next(iter(lengths), ()))
-    of_one = Values(tree, many=True)
-    if may_be_many and _shapes(outputs(of_some)) == _shapes(of_one.of_one()):
-        raise ValueError(
-            "Each parameter in `start` needs a leading axis over the data sets, of the "
-            f"length {len(jax.tree.leaves(tree)[0])}, or none of them, but their shapes "
-            f"are {jax.tree.map(jnp.shape, free)}."
-        )
+        if _shapes(outputs(_of_one_set(free, *lengths))) == of_one_set:
+            raise ValueError(
+                "Each parameter in `start` needs a leading axis over the data sets, of "
+                f"the length {len(jax.tree.leaves(tree)[0])}, or none of them, but their "
+                f"shapes are {jax.tree.map(jnp.shape, free)}."
+            )
     if isinstance(out, Exception):
         of_numpy = isinstance(out, jax.errors.TracerArrayConversionError)
         about_types = isinstance(out, TypeError | ValueError)
@@ -226,33 +226,34 @@ def _error_of_x(x: Array, given: Any) -> Array:
 def data_of(
     x: PyTree, values: Values, sigma: Any, sigma_x: PyTree, nan_policy: str
 ) -> tuple[Data, Any]:
-    """Return the data, and the axes of its fields over data sets, for `jax.vmap`."""
+    """Return the data, and the axes of its fields over data sets, for `jax.vmap`, or
+    `None` if it is one data set."""
     y = values.flat()
     numpy: Any = jnp if is_traced(y) else np  # NumPy has less overhead per operation
     missing = numpy.isnan(y)
-    if _surely(numpy.any(numpy.isinf(y))):
+    if surely(numpy.any(numpy.isinf(y))):
         raise ValueError("`y` must be finite, but has an infinite value.")
-    if nan_policy == "raise" and _surely(numpy.any(missing)):
+    if nan_policy == "raise" and surely(numpy.any(missing)):
         raise ValueError(
             '`y` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
         )
-    if _surely(numpy.all(missing)):
+    if surely(numpy.all(missing)):
         raise ValueError("There is no data: all of `y` is missing, or `y` is empty.")
     if nan_policy == "raise":  # A traced NaN cannot raise, but must not be left out.
         missing = numpy.zeros_like(missing)
     errors, are_own, left_out = _errors(sigma, y, values, missing)
     missing = missing | left_out
-    if _surely(missing.all()):
+    if surely(missing.all()):
         raise ValueError("There is no data: all of `sigma` is infinite.")
     counted = jnp.asarray(jnp.where(missing, 0, 1), y.dtype)
-    if not _surely(~missing.any()):
+    if not surely(~missing.any()):
         y = jnp.where(missing, 0, y)
-    each = dict.fromkeys(("y", "counted", "spread"), 0 if values.many else None)
-    axes: Any = {"x": None, "sigma": 0 if are_own else None, **each}
-    return Data(x=x, y=y, sigma=errors, counted=counted, sigma_x=sigma_x), Data(**axes)
+    data, of_sigma = Data(x, y, errors, counted, sigma_x), 0 if are_own else None
+    axes: Any = Data(None, 0, of_sigma, 0, spread=0)  # type: ignore
+    return data, axes if values.many else None
 
 
-def _surely(condition: Any) -> bool:
+def surely(condition: Any) -> bool:
     """Whether a condition holds, as far as is known before the program runs."""
     return not isinstance(condition, Tracer) and bool(condition)
 
@@ -272,7 +273,7 @@ def _errors(
         missing = missing.all(axis=0)
     # Inside a compiled function `numbers` is traced even if `sigma` is a plain number.
     numpy: Any = jnp if is_traced((missing, numbers)) else np
-    if _surely(~numpy.all(missing | (numbers > 0))):
+    if surely(~numpy.all(missing | (numbers > 0))):
         raise ValueError(
             "`sigma` must be positive at every point, and infinite at those to leave out."
         )

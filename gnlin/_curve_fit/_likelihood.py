@@ -27,11 +27,11 @@ from ._curve import Data
 class Likelihood(AbstractElementwiseLoss):
     """A loss whose sum over the flattened points is a negative log-likelihood.
 
-    - `counted`: 0 for missing points, which are ignored, or `None` if there are none.
+    - `counted`: 0 for missing points, which are ignored.
     """
 
     loss: AbstractElementwiseLoss
-    counted: Float[Array, " m"] | None = None
+    counted: Float[Array, " m"]
     reduction: Reduction | None = "sum"
 
     def elementwise(self, output: Array, target: Array) -> Array:
@@ -51,8 +51,6 @@ class Likelihood(AbstractElementwiseLoss):
 
     def _known(self, values: Array, otherwise: int = 1) -> Array:
         """Replace missing points, by default by 1, where every loss is finite."""
-        if self.counted is None:
-            return values
         return jnp.where(self.counted > 0, values, otherwise)
 
 
@@ -70,8 +68,7 @@ class PerPoint(AbstractElementwiseLoss):
 
 
 def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
-    """Return the loss of the flattened points: a likelihood is wrapped, and squared error
-    and robust losses are returned unchanged."""
+    """Return the loss of the flattened points, after a check that it suits the errors."""
     if not isinstance(loss, AbstractLoss):
         raise ValueError(
             "`loss` must be one of gnlin's, such as `gnlin.losses.PoissonNLL()` or "
@@ -92,12 +89,15 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
             f"`sigma` is for normal noise, and `{type(loss).__name__}` already implies "
             "the spread of y: leave `sigma` out."
         )
-    if not isinstance(loss, AbstractElementwiseLoss):
-        loss = PerPoint(loss=loss)
-    return Likelihood(loss=loss)
+    return loss if isinstance(loss, AbstractElementwiseLoss) else PerPoint(loss=loss)
 
 
-def in_one_row(loss: Likelihood, of_y: PyTree) -> Likelihood:
+def is_likelihood(loss: AbstractLoss) -> bool:
+    """Whether a loss is a negative log-likelihood, of which a fit estimates no scale."""
+    return not isinstance(loss, SquaredError | AbstractRobust)
+
+
+def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwiseLoss:
     """Flatten the loss's own arrays, such as numbers of trials, like the points."""
     leaves = jax.tree.leaves(of_y)
     if len(leaves) != 1:
@@ -110,34 +110,32 @@ def in_one_row(loss: Likelihood, of_y: PyTree) -> Likelihood:
     return jax.tree.map(row, loss)
 
 
-def check_targets(loss: Likelihood, data: Data, axes: Any, y: PyTree) -> None:
+def check_targets(loss: AbstractLoss, data: Data, axes: Any, y: PyTree) -> None:
     """Check that the data are possible under the likelihood."""
     rows = data.y if data.y.ndim == 2 else data.y[None]
     check_values(loss, y, rows)
-    if data.sigma.ndim - (axes.sigma == 0) == 2:
+    if data.sigma.ndim - (axes is not None and axes.sigma == 0) == 2:
         raise ValueError(
             "Censored values must be independent: pass standard deviations as `sigma`, "
             "not a covariance."
         )
 
 
-def check_values(loss: Likelihood, y: PyTree, rows: Iterable[Any]) -> None:
+def check_values(loss: AbstractLoss, y: PyTree, rows: Iterable[Any]) -> None:
     """Check that the values of y, flattened to these rows, are possible under the
     likelihood."""
     if any(np.iscomplexobj(leaf) for leaf in jax.tree.leaves(y)):
         raise ValueError("Complex values need squared error or a robust loss as `loss`.")
     for row in rows:
-        loss.loss.check(jax.ShapeDtypeStruct(row.shape, row.dtype), row)
+        loss.check(jax.ShapeDtypeStruct(row.shape, row.dtype), row)
 
 
-def check_rates(loss: AbstractElementwiseLoss, rates: Any) -> None:
+def check_rates(loss: AbstractLoss, rates: Any) -> None:
     """Check that the rates of a Poisson loss with `log_input=False` are positive.
 
     - `rates`: returns `f(start, x)`; called only for this loss.
     """
-    if not isinstance(loss, Likelihood) or not isinstance(loss.loss, PoissonNLL):
-        return
-    if loss.loss.log_input:
+    if not isinstance(loss, PoissonNLL) or loss.log_input:
         return
     known = rates()
     if isinstance(known, Tracer):
@@ -152,20 +150,10 @@ def check_rates(loss: AbstractElementwiseLoss, rates: Any) -> None:
         )
 
 
-def in_units_of_y(loss: AbstractElementwiseLoss, outputs: Array) -> Array:
+def in_units_of_y(loss: AbstractLoss, outputs: Array) -> Array:
     """Return the expected y; for a binomial loss, the expected share of successes."""
-    of = loss.loss if isinstance(loss, Likelihood) else loss
-    if isinstance(of, PoissonNLL) and of.log_input:
+    if isinstance(loss, NegativeBinomialNLL):
         return jnp.exp(outputs)
-    if isinstance(of, NegativeBinomialNLL):
-        return jnp.exp(outputs)
-    return jax.nn.sigmoid(outputs) if isinstance(of, BinomialNLL) else outputs
-
-
-def shown(loss: AbstractElementwiseLoss, y: np.ndarray) -> np.ndarray:
-    """Return y in the units of `in_units_of_y`."""
-    of = loss.loss if isinstance(loss, Likelihood) else loss
-    if not isinstance(of, BinomialNLL):
-        return y
-    trials = np.broadcast_to(np.asarray(of.trials), y.shape)
-    return np.where(trials > 0, y / np.where(trials > 0, trials, 1), np.nan)
+    if isinstance(loss, PoissonNLL):
+        return jnp.exp(outputs) if loss.log_input else outputs
+    return jax.nn.sigmoid(outputs) if isinstance(loss, BinomialNLL) else outputs

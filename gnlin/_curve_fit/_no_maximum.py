@@ -10,9 +10,7 @@ from jaxtyping import Array, Bool
 from .._common import _tree
 from ..losses import TobitNLL
 from ._curve import Data
-from ._likelihood import Likelihood
-from ._problem import Posed
-from ._undetermined import is_inside
+from ._problem import flat_box, Posed
 
 
 if TYPE_CHECKING:
@@ -32,15 +30,14 @@ def escaping(fit: "CurveFit") -> np.ndarray:
     At the end of such a run the curvature is nearly zero, so that the standard error is
     huge, and a step of that size does not change the loss."""
     setting, end, data = fit._setting, fit._end, fit._data
-    shape = end.covariance.determined.shape
-    if not isinstance(setting.loss, Likelihood) or data is None:
-        return np.zeros(shape, int)
+    found = np.zeros(end.covariance.determined.shape, int)
+    if setting.likelihood is None or data is None:
+        return found
     each = jax.vmap if setting.many else lambda f, in_axes: f
     best = each(lambda p: _tree.ravel_pytree(p)[0], in_axes=0)(end.parameters)
     known = each(lambda f: _tree.matmul(f, f.T), in_axes=0)(end.covariance.factor)
     errors = np.sqrt(np.asarray(jnp.diagonal(known, axis1=-2, axis2=-1)))
     asked = np.isfinite(errors) & (errors > _ASKED * np.abs(best))
-    found = np.zeros(shape, int)
     if not asked.any():
         return found
     one = jax.tree.map(lambda p: p[0], end.parameters) if setting.many else end.parameters
@@ -48,23 +45,19 @@ def escaping(fit: "CurveFit") -> np.ndarray:
 
     def tells_nothing(data: Data, start: Array, step: Array) -> Bool[Array, ""]:
         posed = Posed.of(setting, data)
-        moved = unravel(start + step)
-
-        def outputs(parameters):
-            return posed.outputs(posed.variables(parameters), posed.given)
-
-        here, there = outputs(unravel(start)), outputs(moved)
+        outputs = lambda flat: posed.outputs(posed.variables(unravel(flat)))
+        here, there = outputs(start), outputs(start + step)
         fall = posed.loss.decrease(here, there, posed.target)
         # A rate near 0 is known to less than 1, and is at the end of its range.
         is_far = jnp.max(jnp.abs(there - here)) > 1
-        is_flat = (jnp.abs(fall) <= _FLAT) & is_far
-        return is_flat & is_inside(setting.solver.bounds, moved)
+        box = flat_box(setting.solver.bounds, unravel(start))
+        return (jnp.abs(fall) <= _FLAT) & is_far & ~box.is_left(start, step)
 
-    are_own = data.sigma.ndim == 2 or not isinstance(setting.loss.loss, TobitNLL)
+    are_own = data.sigma.ndim == 2 or not isinstance(setting.likelihood, TobitNLL)
     of_data = Data(x=None, y=0, sigma=0 if are_own else None, counted=0)  # type: ignore
     tested = each(tells_nothing, in_axes=(of_data, 0, 0))
     units = jnp.asarray(np.where(asked, errors, 1))
-    for k in np.flatnonzero(asked.reshape(-1, shape[-1]).any(axis=0)):
+    for k in np.flatnonzero(asked.reshape(-1, asked.shape[-1]).any(axis=0)):
         alone = jnp.zeros_like(best).at[..., k].set(units[..., k])
         for step in (alone, known[..., k] / units[..., k, None]):
             for sign in (-1, 1):

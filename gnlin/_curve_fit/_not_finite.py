@@ -1,13 +1,14 @@
 """Where the curve, or its derivative, is not finite, and how a fit says so."""
 
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ._curve import unflattened
+from ._curve import Data, unflattened
+from ._parameters import name_of
 
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def what_is_not_finite(fit: "CurveFit") -> str:
             "`f` is not finite at the start: start elsewhere, set bounds, or let a "
             "solver that `f` calls take more steps"
         )
-    place = _place(fit, entry, data.x)
+    place = _place(fit, entry, data)
     place += f" and at {number - 1} others" if number > 1 else ""
     if where.of_curve:
         return (
@@ -64,27 +65,23 @@ def what_is_not_finite(fit: "CurveFit") -> str:
     )
 
 
-def _place(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:
+def _place(fit: "CurveFit", entry: int, data: Data) -> str:
     """Describe an entry of the flattened y by its index in y and its x."""
-    setting, end = fit._setting, fit._end
-    like = setting.curve.shapes(end.parameters, setting.fixed, x)
-    marks = np.zeros(end.residuals.size)
+    setting, x = fit._setting, data.x
+    like = setting.curve.shapes(fit._end.parameters, setting.fixed, x)
+    marks = np.zeros(data.y.size)
     marks[entry] = 1
     leaves = jax.tree_util.tree_leaves_with_path(unflattened(jnp.asarray(marks), like))
     path, marked = next((path, leaf) for path, leaf in leaves if jnp.any(leaf))
-    index, name = np.argwhere(marked)[0], _named(path)
+    index, name = np.argwhere(marked)[0], name_of(path)
     place = f"at point {', '.join(map(str, index))}" if marked.ndim else "there"
     place += f" of `{name}`" if name else ""
     values = [
-        f"{'.'.join(['x', *filter(None, [_named(path)])])} = {value[index[0]]}"
+        f"{'.'.join(['x', *filter(None, [name_of(path)])])} = {value[index[0]]}"
         for path, value in jax.tree_util.tree_leaves_with_path(x)
         if marked.ndim and jnp.shape(value)[:1] == marked.shape[:1]
     ]
     return place + (f" ({', '.join(values)})" if values else "")
-
-
-def _named(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _by(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:

@@ -50,8 +50,12 @@ def parted(start: PyTree[Array], fixed: Iterable[str]) -> tuple[PyTree, PyTree]:
 
 def _names(path: tuple) -> list[str]:
     """Return the names of the entries that a leaf is in, such as `a` and `a.width`."""
-    ends = range(1, len(path) + 1)
-    return [jax.tree_util.keystr(path[:k], simple=True, separator=".") for k in ends]
+    return [name_of(path[:k]) for k in range(1, len(path) + 1)]
+
+
+def name_of(path: tuple) -> str:
+    """Return the name of an entry of a pytree, such as `a.width`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def limits(bounds: Any, start: PyTree) -> Any:

@@ -37,9 +37,11 @@ class Parts:
     def __init__(self, x: Any, y: Any, sigma: Any, block_size: Callable[[Any, Any], int]):
         """`x` yields tuples `(x, y)` or `(x, y, sigma)` if `y` is `None`. `block_size`
         is a function of the first points' `(x, y)`."""
-        self._x, self._y, self._sigma = x, y, arrays_of(sigma)
-        self.is_iterable = y is None
-        if self.is_iterable:
+        self._parts, self._sigma, is_whole = x, sigma, y is not None
+        if is_whole:
+            self._parts = [(columns_of(x), arrays_of(y), arrays_of(sigma))]
+            self._sigma = None
+        else:
             if not callable(x) and (not isinstance(x, Iterable) or iter(x) is x):
                 raise ValueError(
                     "Without `y`, `x` must yield the parts `(x, y)` of the data, and be "
@@ -51,20 +53,18 @@ class Parts:
                     "`x` yields the data: let it yield `(x, y, sigma)`, and leave "
                     "`sigma` out, or pass one number."
                 )
-        else:
-            self._x, self._y = columns_of(x), arrays_of(y)
-        firsts = list(itertools.islice(self._whole(), 2))
+        firsts = list(itertools.islice(self._given(), 2))
         if not firsts:
             raise ValueError("There is no data: `x` yields no parts.")
         # The first part of a stream may be shorter than the others.
-        longest = max(_num(_lengths_checked(*part)[1]) for part in firsts)
-        x, y, sigma = first = _lengths_checked(*firsts[0])
+        longest = max(_num(y) for _, y, _ in firsts)
+        x, y, sigma = first = firsts[0]
         self.has_sigma = sigma is not None
         rows = jax.tree.map(lambda v: v[:_FEW], (x, y))
         self.example = jax.tree.map(np.asarray, rows)
         leaves = jax.tree.leaves(first)
         each = sum(leaf.nbytes / len(leaf) for leaf in leaves if np.ndim(leaf))
-        most = np.inf if self.is_iterable else max(1, _PART_BYTES // each)
+        most = max(1, _PART_BYTES // each) if is_whole else np.inf
         num = int(min(longest, most))
         block = min(block_size(*self.example), num)
         # A part that its blocks fill is not copied.
@@ -74,12 +74,9 @@ class Parts:
         self.num_points: int | None = None  # known after the first pass
         self.starts: list[int] = []  # the first point of each part
 
-    def _whole(self) -> Iterator[tuple]:
-        """Return all data as given: the arrays, or the user's parts."""
-        if not self.is_iterable:
-            yield self._x, self._y, self._sigma
-            return
-        parts: Any = self._x() if callable(self._x) else self._x
+    def _given(self) -> Iterator[tuple]:
+        """Yield the data as given: all arrays, or the user's parts."""
+        parts: Any = self._parts() if callable(self._parts) else self._parts
         for part in parts:
             if not isinstance(part, tuple | list) or len(part) not in (2, 3):
                 raise ValueError(
@@ -91,12 +88,11 @@ class Parts:
                     "`x` yields `(x, y, sigma)`: leave the argument `sigma` out."
                 )
             x, y, sigma = (*part, self._sigma)[:3]
-            yield columns_of(x), arrays_of(y), arrays_of(sigma)
+            yield _lengths_checked(columns_of(x), arrays_of(y), arrays_of(sigma))
 
     def __iter__(self) -> Iterator[Part]:
         seen, self.starts = 0, []
-        for given in self._whole():
-            x, y, sigma = _lengths_checked(*given)
+        for x, y, sigma in self._given():
             for start in range(0, _num(y), self.size):
                 self.starts.append(seen + start)
                 cut = functools.partial(self._cut, start=start)

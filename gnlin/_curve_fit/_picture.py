@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._common._checks import import_pyplot
-from ..losses import TobitNLL
+from ..losses import BinomialNLL, TobitNLL
 from ._curve import Data
-from ._likelihood import in_units_of_y, Likelihood, shown
+from ._likelihood import in_units_of_y
 
 
 if TYPE_CHECKING:
@@ -38,16 +38,18 @@ def plot(fit: "CurveFit", data: Data, ax: Any, confidence: float, num_points: in
         return jnp.broadcast_to(leaf[0], fine.shape) if constant else leaf
 
     fine_x = structure.unflatten([drawn(k, leaf) for k, leaf in enumerate(leaves)])
-    band, loss = fit.band(fine_x, confidence), fit._setting.loss
-    mean, low, high = (in_units_of_y(loss, end) for end in band)
-    y = shown(loss, y)
+    loss = fit._setting.loss
+    mean, low, high = (in_units_of_y(loss, e) for e in fit.band(fine_x, confidence))
+    if isinstance(loss, BinomialNLL):
+        trials = np.broadcast_to(np.asarray(loss.trials), y.shape)
+        y = np.where(trials > 0, y / np.where(trials > 0, trials, 1), np.nan)
     if ax is None:
         _, ax = plt.subplots()
     sigma = np.asarray(data.sigma)
     if sigma.ndim == 2:  # the norms of a factor's rows are the standard deviations
         sigma = np.linalg.norm(sigma, axis=1)
     bars = None
-    is_of_y = not isinstance(loss, Likelihood) or isinstance(loss.loss, TobitNLL)
+    is_of_y = isinstance(fit._setting.likelihood, TobitNLL | None)
     if is_of_y and (sigma.size > 1 or fit._setting.absolute_sigma):
         bars = np.broadcast_to(float(fit.scale) * sigma, y.shape)[counted]
     bars_of_x = [

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._common import _tree
-from .._linearisation._bounds import Box
 from ._curve import Data, rounding
+from ._problem import flat_box
 from ._program import fitted
 
 
@@ -33,78 +33,65 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     """Return the lower and upper ends of all intervals.
 
     Each end is found by the secant method on the square root of the loss's rise, which is
-    nearly linear in the parameter. All ends are refitted at the same time."""
+    nearly linear in the parameter."""
     setting, end = fit._setting, fit._end
-    best, unravel = _tree.ravel_pytree(end.parameters)
-    k, dtype = best.size, best.dtype
-    errors = jnp.sqrt(jnp.diagonal(fit.covariance_matrix))
-    known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
+    flat, unravel = _tree.ravel_pytree(end.parameters)
+    best, dtype = np.asarray(flat), flat.dtype
+    errors = np.sqrt(np.diagonal(np.asarray(fit.covariance_matrix)))
+    is_inner = np.asarray(end.at_bound) == 0
     none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
     of_all = lambda e: eqx.combine(unravel(jnp.asarray(e, dtype)), none)
     assert fit.residuals is not None  # fits in parts have no profiles
     is_exact = jnp.max(jnp.abs(fit.residuals)) <= rounding(data)
     if is_exact and setting.is_estimated:  # The loss rises in units of rounding.
-        width = jnp.where(end.at_bound == 0, quantile * errors, jnp.nan)
+        width = np.where(is_inner, quantile * errors, np.nan)
         return of_all(best - width), of_all(best + width)
-    low, high = (jnp.full(k, s * jnp.inf, dtype) for s in (-1, 1))
-    if setting.solver.bounds is not None:
-        box = Box.of(setting.solver.bounds, end.parameters)
-        low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
-    factor = end.factor(setting)
-    which = np.concatenate([np.arange(k), np.arange(k)])
-    sign = np.concatenate([-np.ones(k), np.ones(k)])
-    # The end of the last refit of each row, where its next refit starts.
-    latest = np.tile(np.asarray(best), (2 * k, 1))
-    found, distance = ~known[which], np.zeros(2 * k)
+    box = flat_box(setting.solver.bounds, end.parameters)
+    unit_of_loss = end.bend * end.factor(setting)
 
-    def risen(at: np.ndarray) -> None:
-        """Refit with one parameter of each row held at the value given, and note how far
-        the loss has risen, as a square root, in standard errors. The refits run the
-        program of the fit, because one program for all takes longer to compile."""
-        for row in np.flatnonzero(~found):
-            latest[row, which[row]] = at[row]
-            start = unravel(jnp.asarray(latest[row], dtype))
-            one = unravel(jnp.zeros(k, dtype).at[which[row]].set(1))
-            held = jax.tree.map(lambda x: x != 0, one), start
-            refit, _ = fitted(setting, data, start, held=held)
-            rise = float(2 * (refit.loss - end.loss) / (end.bend * factor))
-            distance[row] = np.inf if np.isnan(rise) else max(rise, 0.0) ** 0.5
-            if np.isfinite(rise):
-                latest[row] = np.asarray(_tree.ravel_pytree(refit.parameters)[0])
+    def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray]:
+        """Refit with parameter `k` held at a value. Return how far the loss has risen, as
+        a square root, in standard errors, and where the next refit starts. The refits run
+        the program of the fit, because one program for all takes longer to compile."""
+        start = start.copy()
+        start[k] = value
+        marks = unravel(jnp.zeros_like(flat).at[k].set(1))
+        values = unravel(jnp.asarray(start))
+        held = jax.tree.map(lambda x: x != 0, marks), values
+        refit, _ = fitted(setting, data._replace(held=held), values)
+        rise = float(2 * (refit.loss - end.loss) / unit_of_loss)
+        if np.isfinite(rise):
+            start = np.array(_tree.ravel_pytree(refit.parameters)[0])
+        return np.inf if np.isnan(rise) else max(rise, 0.0) ** 0.5, start
 
-    centre, unit = np.asarray(best)[which], np.asarray(jnp.where(known, errors, 1))[which]
-    reach = np.where(
-        sign < 0, centre - np.asarray(low)[which], np.asarray(high)[which] - centre
-    )
-    # Brackets of the ends, and the steps between them, in standard errors.
-    near, far = np.zeros(2 * k), np.full(2 * k, np.inf)
-    step = np.full(2 * k, quantile)
-    astray = np.zeros(2 * k, bool)
-    for number in range(_MOST_REFITS):
-        step = np.minimum(step, reach / unit)
-        risen(centre + sign * step * unit)
-        found |= np.abs(distance - quantile) <= _NEAR * quantile
-        found |= (distance < quantile) & (step >= np.minimum(reach / unit, _FARTHEST))
-        if found.all():
-            break
-        if number == 0:
-            is_huge = (unit > _ASTRAY * np.abs(centre)) & (centre != 0)
-            off = (distance > _ASTRAY * quantile) | (_ASTRAY * distance < quantile)
-            astray = is_huge & off & ~found
-            unit = np.where(astray, np.abs(centre), unit)
-            latest[astray] = np.asarray(best)
-            if astray.any():
+    def end_of(k: int, sign: int) -> float:
+        if not (is_inner[k] and np.isfinite(errors[k]) and errors[k] > 0):
+            return np.nan
+        centre, unit, start = float(best[k]), float(errors[k]), best
+        reach = float(box.upper[k]) - centre if sign > 0 else centre - float(box.lower[k])
+        # A bracket of the end, and the step into it, in standard errors.
+        near, far, step, distance = 0.0, np.inf, quantile, 0.0
+        is_astray = False
+        for number in range(_MOST_REFITS):
+            step = min(step, reach / unit)
+            distance, start = risen(k, centre + sign * step * unit, start)
+            is_below = distance < quantile
+            is_last = is_below and step >= min(reach / unit, _FARTHEST)
+            if is_last or abs(distance - quantile) <= _NEAR * quantile:
+                break
+            is_huge = number == 0 and unit > _ASTRAY * abs(centre) > 0
+            if is_huge and not 1 / _ASTRAY <= distance / quantile <= _ASTRAY:
+                is_astray, unit, start = True, abs(centre), best
                 continue
-        below = distance < quantile
-        near, far = np.where(below, step, near), np.where(below, far, step)
-        with np.errstate(all="ignore"):
-            secant = step * quantile / distance
-        widest = 4 * np.maximum(near, quantile)
-        middle = np.where(np.isinf(far), widest, 0.5 * (near + far))
-        inside = (secant > near) & (secant < np.minimum(far, widest)) & ~astray
-        step = np.where(found, step, np.where(inside, secant, middle))
-    met = np.abs(distance - quantile) <= 1e-3 * quantile
-    met |= np.isfinite(reach) & (step >= reach / unit)  # at a bound
-    ends = np.where(met, centre + sign * step * unit, sign * np.inf)
-    ends = np.where(known[which], ends, np.nan)
-    return of_all(ends[:k]), of_all(ends[k:])
+            near, far = (step, far) if is_below else (near, step)
+            secant = step * quantile / distance if distance > 0 else np.inf
+            widest = 4 * max(near, quantile)
+            middle = widest if np.isinf(far) else 0.5 * (near + far)
+            is_inside = near < secant < min(far, widest) and not is_astray
+            step = secant if is_inside else middle
+        is_at_bound = np.isfinite(reach) and step >= reach / unit
+        is_met = is_at_bound or abs(distance - quantile) <= 1e-3 * quantile
+        return centre + sign * step * unit if is_met else sign * np.inf
+
+    low, high = ([end_of(k, sign) for k in range(best.size)] for sign in (-1, 1))
+    return of_all(low), of_all(high)

@@ -6,9 +6,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..losses._robust import AbstractRobust
 from ._curve import rounding
-from ._likelihood import Likelihood
+from ._parameters import name_of
 from ._runs import is_known
 
 
@@ -24,7 +23,7 @@ def names_of(tree: PyTree) -> tuple[str, ...]:
     """Return the names of all entries, such as `rate` or `rate[0]`."""
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator=".") or "p"
+        name = name_of(path) or "p"
         shape = np.shape(leaf)
         names += [name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)]
     return tuple(names)
@@ -66,7 +65,7 @@ def _rounding(fit: "CurveFit") -> float:
     """Return the loss that rounding of y alone may leave."""
     assert fit._data is not None  # fits in parts have one start
     of_one, number = float(rounding(fit._data)), float(fit._end.num_points)
-    is_square = not isinstance(fit._setting.loss, Likelihood)
+    is_square = fit._setting.likelihood is None
     return number * (0.5 * of_one**2 if is_square else of_one)
 
 
@@ -75,18 +74,19 @@ def _how_well(fit: "CurveFit") -> list[str]:
     criteria = f", AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}"
     criteria = "" if np.isnan(fit.aic) else criteria
     chi_squared = float(fit.chi_squared)
-    if isinstance(fit._setting.loss, Likelihood):
+    loss = fit._setting.likelihood
+    if loss is not None:
         lines = [
             f"deviance {float(fit.deviance):.6g}, Pearson's chi-squared "
             f"{chi_squared:.6g} {dof}{criteria}"
         ]
-        if fit.residuals is not None and is_known(fit._setting.loss.loss):
+        if fit.residuals is not None and is_known(loss):
             p = fit.runs_test()
             lines.append(f"runs test of the residuals' signs: p = {p:.2g}")
         return lines
     reduced = float(fit.reduced_chi_squared)
     lines = [f"chi-squared {chi_squared:.6g}, reduced {reduced:.4g} {dof}{criteria}"]
-    if isinstance(fit._setting.loss, AbstractRobust):
+    if fit._setting.is_robust:
         lines.append("standard errors by Huber's sandwich estimator from the residuals")
     return lines
 

@@ -1,5 +1,6 @@
 """`CurveFit`, the result of a fit: parameters, their errors, and a report."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,7 +21,6 @@ from ._arrays import as_x
 from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
 from ._ending import are_determined, complaint, reason
-from ._likelihood import Likelihood
 from ._problem import FitSettings, Posed
 from ._profiles import profiles
 from ._report import names_of, report
@@ -193,9 +193,8 @@ class CurveFit(eqx.Module):
             curve, self._free, fixed, x, self._end.covariance
         )
         variance = self._end.factor(self._setting) * factor
-        loss = self._setting.loss
         if sigma is not None:
-            if isinstance(loss, Likelihood) and not isinstance(loss.loss, TobitNLL):
+            if not isinstance(self._setting.likelihood, TobitNLL | None):
                 raise ValueError(
                     "`sigma` of a band is for normal noise: leave it out, and take the "
                     "spread of a new value from its distribution."
@@ -289,8 +288,8 @@ class CurveFit(eqx.Module):
         order = np.arange(signs.size)
         if len(leaves) == 1 and leaves[0].shape == signs.shape:
             order = np.argsort(np.asarray(leaves[0]), kind="stable")
-        if isinstance(setting.loss, Likelihood):
-            loss = setting.loss.loss
+        loss = setting.likelihood
+        if loss is not None:
             if not is_known(loss):
                 raise ValueError(
                     "`runs_test` needs the distribution of y, which is unknown for a "
@@ -298,7 +297,7 @@ class CurveFit(eqx.Module):
                 )
             posed, uniform = Posed.of(setting, data), np.zeros(signs.size)
             uniform[order] = np.random.default_rng(0).uniform(size=signs.size)
-            outputs = posed.outputs(posed.variables(self._free), posed.given)
+            outputs = posed.outputs(posed.variables(self._free))
             f, y = map(np.asarray, (outputs, posed.target))
             signs = np.asarray(data.counted) * signs_of(loss, f, y, uniform)
         return runs_test(signs[order])
@@ -322,27 +321,19 @@ def as_curve_fit(
     curve: Curve,
     data: Data | None,
     end: Fitted,
-    parts: dict[str, Any],
+    found: dict[str, Any],
 ) -> CurveFit:
-    """Build the result from the end of a run and its `parts` from `in_structure`."""
-    history = end.history
-    if history is not None and not is_traced((end.num_steps, history)):
-        steps = int(end.num_steps)
-        history = History({name: np.asarray(x)[:steps] for name, x in history.items()})
-    return CurveFit(
-        **parts,
-        chi_squared=end.chi_squared,
-        residuals=end.residuals,
-        x=end.x,
-        losses=end.losses,
-        result=end.result,
-        history=history,
-        num_steps=end.num_steps,
-        _curve=curve,
-        _setting=setting,
-        _data=data,
-        _end=end,
-    )
+    """Build the result from the end of a run and the public fields, which were `found`.
+    This function warns the caller of `curve_fit` if something is wrong with the fit."""
+    steps, history = found["num_steps"], found["history"]
+    if history is not None and not is_traced((steps, history)):
+        columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
+        found |= {"history": History(columns)}
+    fit = CurveFit(**found, _curve=curve, _setting=setting, _data=data, _end=end)
+    complaint = fit.complaint()
+    if complaint:
+        warnings.warn(complaint, stacklevel=3)
+    return fit
 
 
 # The least residual of an outlier, in standard deviations of the noise.
@@ -352,6 +343,6 @@ _OUTLYING = 3
 @eqx.filter_jit
 def _curve_and_errors(curve, free, fixed, x, errors: Covariance):
     """Return the curve and its variance in units of the residuals' variance."""
-    lin = linearise(lambda p, given: curve(p, *given), free, (fixed, x))
+    lin = linearise(lambda p, _: curve(p, fixed, x), free)
     pushed = _tree.matmul(lin.matrix(), errors.factor)
     return lin.outputs, jnp.sum(pushed**2, axis=1)

@@ -11,10 +11,9 @@ from jaxtyping import Array, Int, PyTree, Scalar
 from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._linear_algebra import _lapack
-from .._linearisation._bounds import Box
 from .._solve import solve
 from ._curve import Data
-from ._problem import at_bounds, FitSettings, Posed, with_bounds
+from ._problem import FitSettings, flat_box, Posed, with_bounds
 
 
 class Run(NamedTuple):
@@ -25,21 +24,21 @@ class Run(NamedTuple):
     num_steps: Int[Array, ""]
 
 
-def _outputs(posed: Posed, variables: PyTree[Array], _: Array) -> Array:
-    return posed.outputs(variables, posed.given)
+def _of_variables(bounds: Any) -> Any:
+    """Return the bounds of all variables, of which x has none."""
+    return None if bounds is None else tuple({"curve": b} for b in bounds)
 
 
 @eqx.filter_custom_jvp
 def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool) -> Run:
     """Run the solver to the minimum. This function is differentiated by the implicit
     function theorem, not through the steps."""
-    posed, bounds = Posed.of(setting, data), setting.solver.bounds
-    of_all = None if bounds is None else tuple({"curve": b} for b in bounds)
+    posed = Posed.of(setting, data)
     # For `solve` the data set is one example without inputs, whose outputs are the curve.
     solution = solve(
-        (eqx.Partial(_outputs, posed), posed.variables(start)),
+        (eqx.Partial(Posed.outputs, posed), posed.variables(start)),
         (jnp.zeros(1), posed.target[None]),
-        with_bounds(setting.solver, of_all),
+        with_bounds(setting.solver, _of_variables(setting.solver.bounds)),
         loss=posed.loss,
         max_steps=setting.max_steps,
         divergence=None,
@@ -65,28 +64,27 @@ def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
 
     def gradient(flat, given):
         posed = Posed.of(*given)
-        outputs = lambda flat: posed.outputs(unravel(flat), posed.given)
+        outputs = lambda flat: posed.outputs(unravel(flat))
         pull = posed.counted * posed.loss.derivative(outputs(flat), posed.target)
         return _tree.matmul(jax.jacfwd(outputs)(flat).T, pull)
 
     given, changes = primals[:2], tangents[:2]
-    of_given = lambda *given: gradient(here, given)
-    slope, change = eqx.filter_jvp(of_given, given, changes)
+    slope, change = eqx.filter_jvp(lambda *given: gradient(here, given), given, changes)
     curvature = jax.jacfwd(gradient)(here, given)
-    bounds, parameters = setting.solver.bounds, end.variables["curve"]
-    held, at_ends = jnp.zeros(here.size, bool), jnp.zeros_like(here)
-    if bounds is not None:
-        side, blocked = at_bounds(bounds, parameters, unravel(slope)["curve"])
-        held = held.at[: side.size].set(blocked)
 
-        def ends(bounds):
-            box = Box.of(bounds, parameters)
-            low, high = (ravel_pytree(b)[0] for b in (box.lower, box.upper))
-            return jnp.where(blocked, jnp.where(side > 0, high, low), 0)
+    def box(bounds):
+        return flat_box(_of_variables(bounds), end.variables)
 
-        _, moved = eqx.filter_jvp(ends, (bounds,), (changes[0].solver.bounds,))
-        if moved is not None:
-            at_ends = at_ends.at[: side.size].set(moved)
+    bounds = setting.solver.bounds
+    held = box(bounds).blocked(here, slope)
+
+    def ends(bounds):
+        of_all = box(bounds)
+        nearest = jnp.where(here >= of_all.upper, of_all.upper, of_all.lower)
+        return jnp.where(held, nearest, 0)
+
+    _, at_ends = eqx.filter_jvp(ends, (bounds,), (changes[0].solver.bounds,))
+    at_ends = jnp.zeros_like(here) if at_ends is None else at_ends
     change = 0 if change is None else change  # if only the start is differentiated
     change += _tree.matmul(curvature, at_ends)
     moved = jnp.where(held, at_ends, -_solved(curvature, change, ~held))

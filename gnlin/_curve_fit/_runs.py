@@ -3,9 +3,11 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..losses import BinomialNLL, NegativeBinomialNLL, PoissonNLL, TobitNLL
+from ._likelihood import in_units_of_y
 
 
 def runs_test(signs: np.ndarray) -> float:
@@ -56,17 +58,17 @@ def _probabilities(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the probabilities of a value below y, and of one not above y. For a censored
     value these are the ends of the range that it may be in."""
-    from scipy.special import expit  # slow to import
-    from scipy.stats import binom, nbinom, norm, poisson
+    from scipy.stats import binom, nbinom, norm, poisson  # slow to import
 
     if isinstance(loss, TobitNLL):
         at, side = norm.cdf(y - outputs), np.asarray(loss.censored)
         return np.where(side < 0, 0, at), np.where(side > 0, 1, at)
+    mean = np.asarray(in_units_of_y(loss, jnp.asarray(outputs)))
     if isinstance(loss, PoissonNLL):
-        of_y = poisson(np.exp(outputs) if loss.log_input else outputs)
+        of_y = poisson(mean)
     elif isinstance(loss, BinomialNLL):
-        of_y = binom(np.asarray(loss.trials), expit(outputs))
+        of_y = binom(np.asarray(loss.trials), mean)
     else:
         spread = loss.dispersion
-        of_y = nbinom(1 / spread, 1 / (1 + spread * np.exp(outputs)))
+        of_y = nbinom(1 / spread, 1 / (1 + spread * mean))
     return of_y.cdf(np.ceil(y) - 1), of_y.cdf(y)

@@ -1,10 +1,11 @@
 """The end of a fit, and the statistics there: the errors of the parameters, the noise."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
 from .._common import _tree
@@ -14,42 +15,30 @@ from ..losses._robust import AbstractRobust
 from ._covariance import Covariance, covariance
 from ._likelihood import Likelihood
 from ._not_finite import NonFinite
-from ._problem import at_bounds, FitSettings, Posed
+from ._problem import FitSettings, flat_box, Posed
 from ._undetermined import Totals
 
 
 class Fitted(NamedTuple):
-    """The end of a run.
+    """What the methods of a fit need to know of its end.
 
     - `parameters`: the free parameters.
     - `at_bound`: -1 if a parameter is held at its lower bound, 1 at its upper, else 0.
-    - `pull`: the derivative of the loss with respect to each parameter.
     - `variance`: the estimated factor of the covariance.
     - `bend`: the mean second derivative of the loss, which is 1 for squared error.
     - `noise`: the estimated standard deviation of the residuals, in units of sigma.
-    - `residuals`: y - f, in units of sigma; Pearson's residuals with a likelihood. `None`
-        if the data were read in parts.
     - `nonfinite`: where the curve or its derivative is not finite.
     """
 
     parameters: PyTree[Array]
     loss: Scalar
-    chi_squared: Scalar
     at_bound: Int[Array, " k"]
-    pull: Float[Array, " k"]
     covariance: Covariance
     num_points: Scalar
-    num_free: Scalar
     variance: Scalar
     bend: Scalar
     noise: Scalar
-    residuals: Any
     nonfinite: NonFinite
-    history: Any
-    result: optx.RESULTS
-    num_steps: Int[Array, ""]
-    x: PyTree[Array] | None = None  # the fitted x, if x has errors
-    losses: Float[Array, " starts"] | None = None  # of all starts, in ascending order
 
     def factor(self, setting: FitSettings) -> Scalar:
         """Return the factor of the covariance."""
@@ -59,45 +48,89 @@ class Fitted(NamedTuple):
 def as_fitted(
     setting: FitSettings,
     parameters: PyTree[Array],
+    loss: Scalar,
     slope: PyTree[Array],
     jacobian: Float[Array, "n k"],
     is_seen: Array,
     totals: Totals,
-    **others: Any,
-) -> Fitted:
-    """Return the end of a run.
+    nonfinite: NonFinite,
+) -> tuple[Fitted, dict[str, Any]]:
+    """Return the end of a run, and the statistics by their names in `CurveFit`.
 
     - `slope`: the derivative of the loss by each parameter.
     - `jacobian`: of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
-    - `others`: the fields that are no statistics.
     """
-    at_bound, blocked = at_bounds(setting.solver.bounds, parameters, slope)
-    number = totals.num_points
+    y, pull = ravel_pytree(parameters)[0], ravel_pytree(slope)[0]
+    box = flat_box(setting.solver.bounds, parameters)
+    held = box.blocked(y, pull)
     # A curve that is not finite may have a finite Jacobian, but the fit has no errors.
     jacobian = jnp.where(jnp.isfinite(totals.chi_squared), jacobian, jnp.nan)
-    errors = covariance(jacobian, ~blocked, is_seen, number)
-    num_free = errors.rank.astype(number.dtype)
+    number, chi_squared = totals.num_points, totals.chi_squared
+    known = covariance(jacobian, ~held, is_seen, number)
+    num_free = known.rank.astype(number.dtype)
+    dof = number - num_free
     variance = bend = noise = jnp.ones_like(number)
+    misfit = 2 * loss  # as -2 log(likelihood), up to a constant of the data
     if isinstance(setting.loss, SquaredError):
-        variance = totals.chi_squared / (number - num_free)
+        variance = chi_squared / dof
         noise = jnp.sqrt(variance)
-    elif isinstance(setting.loss, AbstractRobust):
+        is_known = setting.absolute_sigma
+        misfit = chi_squared if is_known else number * jnp.log(chi_squared / number)
+    elif setting.is_robust:
         variance = _robust_variance(totals, num_free)
         bend, noise = totals.slopes / number, totals.noise / number
-    return Fitted(
-        parameters=parameters,
-        chi_squared=totals.chi_squared,
-        at_bound=at_bound,
-        pull=ravel_pytree(slope)[0],
-        covariance=errors,
+    end = Fitted(
+        parameters,
+        loss,
+        at_bound=jnp.where(held, jnp.where(y >= box.upper, 1, -1), 0),
+        covariance=known,
         num_points=number,
-        num_free=num_free,
-        variance=jnp.where(number > num_free, variance, jnp.inf),
+        variance=jnp.where(dof > 0, variance, jnp.inf),
         bend=bend,
-        noise=jnp.where(number > num_free, noise, jnp.inf),
-        **others,
+        noise=jnp.where(dof > 0, noise, jnp.inf),
+        nonfinite=nonfinite,
     )
+    matrix = known.matrix(end.factor(setting))
+    errors = jnp.where(held, jnp.nan, jnp.sqrt(jnp.diagonal(matrix)))
+    outer = errors[:, None] * errors[None, :]
+    correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
+    correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
+    unravel = _tree.Structure.of(parameters).unravel
+    zeros = _tree.zeros_like(setting.fixed)
+    in_structure = lambda values: eqx.combine(unravel(values), zeros)
+    return end, {
+        "parameters": eqx.combine(parameters, setting.fixed),
+        "standard_errors": in_structure(errors),
+        "covariance": _blocks(in_structure, matrix),
+        "covariance_matrix": matrix,
+        "correlation": _blocks(in_structure, correlation),
+        "chi_squared": chi_squared,
+        "deviance": 2 * loss,
+        "reduced_chi_squared": chi_squared / dof,
+        "degrees_of_freedom": dof,
+        "scale": jnp.ones_like(noise) if setting.absolute_sigma else end.noise,
+        "at_bound": jax.tree.map(lambda x: x.astype(int), in_structure(end.at_bound)),
+        "multipliers": in_structure(jnp.where(held, pull, 0)),
+        "aic": misfit + 2 * num_free,
+        "bic": misfit + jnp.log(number) * num_free,
+    }
+
+
+def _blocks(
+    in_structure: Callable[[Array], PyTree[Array]], matrix: Float[Array, "k k"]
+) -> PyTree[Array]:
+    """Return a block of the matrix for each pair of leaves.
+
+    - `in_structure`: returns a vector in the structure of all parameters, with zeros for
+        the fixed ones.
+    """
+
+    def of_leaf(rows):
+        each = jax.vmap(in_structure)(rows.reshape(-1, rows.shape[-1]))
+        return jax.tree.map(lambda x: x.reshape(rows.shape[:-1] + x.shape[1:]), each)
+
+    return jax.tree.map(of_leaf, jax.vmap(in_structure, -1, -1)(matrix))
 
 
 def _robust_variance(totals: Totals, num_free: Scalar) -> Scalar:
@@ -136,7 +169,7 @@ class Misfit(NamedTuple):
     def of(posed: Posed, outputs: Float[Array, " m"], *, has_noise: bool) -> "Misfit":
         """`has_noise`: whether to estimate the noise."""
         target, counted, loss, dot = posed.target, posed.counted, posed.loss, _tree.dot
-        residuals, number = target - outputs, jnp.sum(posed.given[0].counted)
+        residuals, number = target - outputs, jnp.sum(posed.data.counted)
         noise = spread(residuals, counted) if has_noise else jnp.zeros_like(number)
         pull = counted * loss.derivative(outputs, target)
         root = counted * loss.root(outputs, target)
@@ -166,6 +199,9 @@ class Misfit(NamedTuple):
 _MAD = 0.6744897501960817
 
 
-def spread(residuals: Float[Array, " m"], counted: Float[Array, " m"]) -> Scalar:
+def spread(
+    residuals: Float[Array, "*sets m"], counted: Float[Array, "*sets m"]
+) -> Float[Array, "*sets"]:
     """Estimate the residuals' standard deviation by their median absolute deviation."""
-    return jnp.nanmedian(jnp.where(counted > 0, jnp.abs(residuals), jnp.nan)) / _MAD
+    sizes = jnp.where(counted > 0, jnp.abs(residuals), jnp.nan)
+    return jnp.nanmedian(sizes, axis=-1) / _MAD

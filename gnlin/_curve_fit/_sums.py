@@ -119,11 +119,9 @@ def _data(
     `num_points` are padding, and missing."""
     y = jax.tree.map(wholly_missing, y)
     values = flat(y)
-    of_x = [
-        leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
     size = len(jax.tree.leaves(y)[0])
-    is_unknown = _any_of([jnp.isnan(leaf) for leaf in of_x], size)
+    # Integers and booleans are never missing.
+    is_unknown = _any_of([v != v for v in jax.tree.leaves(x)], size)
     is_missing = is_unknown | _by_point(jnp.isnan(values), y)
     # A missing x is replaced by another's.
     is_used = (jnp.arange(size) < num_points) & ~is_unknown
@@ -153,8 +151,7 @@ def _of_block(
     """Return the whitened rows of a block with their residual, its loss and totals, and
     the last two faults of each point."""
     posed = Posed.of(setting, data)
-    outputs_at = lambda free, given: posed.outputs({"curve": free, "x": None}, given)
-    lin = linearise(outputs_at, free, posed.given)
+    lin = linearise(lambda free, _: posed.outputs(posed.variables(free)), free)
     here, jacobian = Misfit.of(posed, lin.outputs, has_noise=unweighted), lin.matrix()
     of_derivative = jnp.any(~jnp.isfinite(jacobian), axis=1)
     flags = [_by_point(flag, y) for flag in (~jnp.isfinite(lin.outputs), of_derivative)]

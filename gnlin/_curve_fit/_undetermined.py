@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common._tree import ravel_pytree
-from .._linearisation._bounds import Box
+from ._problem import flat_box
 
 
 # A parameter has no effect if, moved by its standard error, it changes the curve by less
@@ -94,12 +94,13 @@ def seen(
     parameters, start, outputs, jacobian, totals, bounds = everything
     found = doubts(parameters, start, jacobian, totals)
     y, unravel = ravel_pytree(parameters)
+    box = flat_box(bounds, parameters)
 
     def stays(step_and_promised):
         step, promised = step_and_promised
         moved = unravel((y + step).astype(y.dtype))
         change = jnp.linalg.norm(outputs_at(moved) - outputs)
-        return (change <= UNMOVED * promised) & is_inside(bounds, moved)
+        return (change <= UNMOVED * promised) & ~box.is_left(y, step)
 
     def of_all():
         steps = jnp.concatenate([-jnp.diag(found.steps), jnp.diag(found.steps)])
@@ -109,13 +110,3 @@ def seen(
     nowhere = jnp.zeros(y.size, bool)
     stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
     return ~found.is_rounding & ~(found.asked & stay)
-
-
-def is_inside(bounds: Any, y: PyTree[Array]) -> Bool[Array, ""]:
-    if bounds is None:
-        return jnp.array(True)
-    box = Box.of(bounds, y)
-    inside = jax.tree.map(
-        lambda x, low, high: jnp.all((low <= x) & (x <= high)), y, box.lower, box.upper
-    )
-    return jnp.all(jnp.stack(jax.tree.leaves(inside)))
