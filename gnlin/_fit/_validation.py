@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common._canonical import split
+from .._training._model import Network
 from .._training._step import all_checked, Carry, Shapes, StepSettings
 from ._step import Compiled, evaluate
 from ._stream import ArrayStream, make_stream
@@ -23,7 +24,9 @@ class Validation:
     def __init__(
         self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
     ):
-        self._setting = setting
+        assert isinstance(setting.network, Network)  # groups have no validation
+        inference = setting.network.in_inference()
+        self._setting = setting._replace(network=inference, augment=None, prior=None)
         self._structure = carry
         self._linearised = linearised
         self._metrics = metrics
@@ -37,11 +40,9 @@ class Validation:
                 "list, a loader, or a function of the epoch that returns an iterable."
             )
         self._stream = make_stream(data, None, None, "validation")
-        inference = setting.network.in_inference()
-        seen = setting._replace(network=inference, augment=None, prior=None)
         trained = carry.parameters, carry.model_state
-        outputs = all_checked(seen, *trained, self._stream.at_hand())
-        example = self._stream.example()
+        outputs = all_checked(self._setting, *trained, self._stream.at_hand())
+        example = self._stream.example
         for name, metric in metrics.items():
             _check_metric(name, metric, outputs, example[1])
         self._chunks = None
