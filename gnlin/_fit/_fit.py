@@ -249,7 +249,7 @@ def fit(
     )
     outputs = all_checked(setting, parameters, state, stream.at_hand())
     carry = begin(setting, parameters, state, outputs)
-    shardings = places(carry, stream.example())
+    shardings = places(carry, stream.example)
     if isinstance(stream, IterableStream):  # its batches keep their own
         shardings = shardings._replace(batch=())
     setting = setting._replace(places=shardings)
@@ -298,7 +298,7 @@ def _prior(prior: ScalarLike, loss: AbstractLoss, stream: Any) -> Prior | None:
             "leave it out."
         )
     size = stream.batch_size or stream.num_examples
-    return Prior.of(prior, loss, stream.data, size / stream.num_examples)
+    return Prior.of(prior, loss, stream.example, size / stream.num_examples)
 
 
 def _check_curvature_batch(size, stream, solver) -> None:

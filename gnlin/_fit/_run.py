@@ -228,9 +228,9 @@ class Run(AbstractRun):
         """
         now, row, whole = self._now, None, True
         for batch in self._stream.epoch(now.epoch, now.index):
-            arrays, numbers = split(batch.arrays())[0], [batch.index, now.step]
+            arrays, _ = split(batch.arrays(now.step))
             advance = self._advance or self._compile(batch)
-            new, new_row = advance(now.arrays, arrays, [np.array(numbers, np.int32)])
+            new, new_row = advance(now.arrays, arrays)
             if row is not None:
                 self._settle(now, row)
             now = Now(now.step + 1, now.epoch, now.index + 1, new)
@@ -252,7 +252,7 @@ class Run(AbstractRun):
 
     def _inputs(self, batch: Batch) -> tuple:
         """Return inputs of the compiled step, to show their structures and shapes."""
-        return self._carry(), batch.arrays(), [np.zeros(2, np.int32)]
+        return self._carry(), batch.arrays(0)
 
     def _settle(self, now: Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""

@@ -46,7 +46,7 @@ def described_run(
     setting = setting._replace(solver=solver, places=Places())
     program = Compiled(step, (setting,), *inputs).program(*inputs)
     others = "prior", "key", "augment", "batch_size", "curvature_batch_size", "divergence"
-    shapes = jax.tree.map(np.shape, stream.example())
+    shapes = jax.tree.map(np.shape, stream.example)
     return {
         "data": f"{stream.identity()} with shapes {shapes}",
         **described_by_field("solver", setting.solver),
