@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .._common import _tree
 from .._common._canonical import AnyArray, join, split, Static
