@@ -85,9 +85,9 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     programs = _of_functions.setdefault(fn, {}) if is_kept else {}
     leaves, structure = jax.tree.flatten(args)
     kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    asked = structure, tuple(kinds), _settings()
-    if asked in programs:
-        return programs[asked]
+    kind = structure, tuple(kinds), _settings()
+    if kind in programs:
+        return programs[kind]
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     out_structure = jax.tree.structure(out)
     key = _key(closed.jaxpr), structure, out_structure
@@ -96,7 +96,7 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     ]
     program = Program(consts, _same(_Traced(closed.jaxpr, out_structure, key)))
     if not any(isinstance(c, Tracer) for c in consts):
-        programs[asked] = program
+        programs[kind] = program
     return program
 
 

@@ -18,9 +18,9 @@ from .._solver import AbstractGaussNewton, as_solver, check_divergence, Levenber
 from .._training._data import as_tuple
 from .._training._group_network import GroupNetwork
 from .._training._model import make_network, Network
-from .._training._prior import PARTS, Prior
+from .._training._prior import Prior
 from .._training._residuals import as_groups, of_groups, refuse_for_groups
-from .._training._solution import columns_of, Model, Solution
+from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, StepSettings
 from ..callbacks import Callback, Progress
 from ..losses import AbstractLoss, SquaredError
@@ -203,7 +203,7 @@ def fit(
     model, state = automatic((model, state))
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses = loss.reduced("mean")
-    of_prior, names = None, ()
+    of_prior = None
     if groups is None:
         if isinstance(batch_size, Mapping):
             raise ValueError(
@@ -213,7 +213,7 @@ def fit(
         streaming = size is not None or isinstance(stream, IterableStream)
         _check_curvature_batch(curvature_batch_size, stream, solver)
         if prior is not None:
-            of_prior, names = _prior(prior, losses, stream), PARTS
+            of_prior = _prior(prior, losses, stream)
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
@@ -228,7 +228,7 @@ def fit(
         )
         posed = of_groups(model, groups, filter_spec, batch_size, part_size)
         parameters, network, batch, losses = posed
-        losses, names = losses.reduced("mean"), losses.names
+        losses = losses.reduced("mean")
         size, stream, streaming = None, GroupStream(groups, batch), network.draws
     check_start(solver.bounds, parameters)
     if solver.retraction is not None:
@@ -260,7 +260,6 @@ def fit(
         evaluation = Validation(setting, carry, validation, metrics, linearised)
     if progress and on_a_terminal():
         callbacks.append(Progress())
-    parts = list(columns_of(names).values())
     run = Run(
         setting,
         carry,
@@ -271,7 +270,6 @@ def fit(
         evaluation,
         validate_every,
         checkpoint,
-        parts,
     )
     run.train(resume)
     if run.complaint:
@@ -291,7 +289,7 @@ def _as_list(callbacks: Any) -> list[Callback]:
     return callbacks
 
 
-def _prior(prior: ScalarLike, loss: AbstractLoss, stream: Any) -> Prior | None:
+def _prior(prior: ScalarLike, loss: AbstractLoss, stream: Any) -> Prior:
     if not isinstance(stream, ArrayStream):
         raise ValueError(
             "`prior` needs to know the number of examples: pass the data as arrays, or "

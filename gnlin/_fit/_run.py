@@ -11,15 +11,9 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import join, split
 from .._common._identity import as_numpy
 from .._solver import result_name, WELL
-from .._training._doubts import after_batches
-from .._training._solution import COLUMNS, History, in_words, on_host, Solution
-from .._training._step import (
-    Carry,
-    checked_outputs,
-    group_not_finite,
-    StepSettings,
-    why_it_failed,
-)
+from .._training._ending import after_batches, group_not_finite, in_words, why_it_failed
+from .._training._solution import COLUMNS, columns_of, History, on_host, Solution
+from .._training._step import Carry, checked_outputs, StepSettings
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
@@ -48,9 +42,7 @@ class Run(AbstractRun):
         validation: Validation | None,
         validate_every: int | None,
         checkpoint: Checkpoint | None,
-        parts: list[str],
     ):
-        """`parts`: the history's columns of the parts of the loss."""
         self._setting = setting
         arrays, self._static = split(as_handed_out(carry))
         self._now = Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
@@ -64,6 +56,7 @@ class Run(AbstractRun):
         self._told = sorted(callbacks, key=lambda each: not each.columns)
         self._validation = validation
         self._validate_every = validate_every
+        parts = columns_of(setting.names).values()
         own = [*COLUMNS, *parts, *(validation.columns if validation else ())]
         self._rows = Rows([*own, *(n for each in callbacks for n in each.columns)])
         self._saver = None if checkpoint is None else Saver(checkpoint, self)
@@ -167,8 +160,7 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
-            figures, made_all = self.history, not self._reason
-            doubt = after_batches(figures.loss, figures.gradient_norm, made_all=made_all)
+            doubt = after_batches(self.history, made_all=not self._reason)
             self.complaint = doubt or self.complaint
             self._save()
             if self._validation is not None and np.isnan(self.row["validation_loss"]):

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
@@ -115,12 +116,12 @@ def as_handed_out(carry: Carry) -> Carry:
             return x
         return jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
 
-    def of_model(x):
-        counts = isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
-        return x if counts else strong(x)
+    def is_integer(x):
+        return isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
 
-    typed = jax.tree.map(strong, carry._replace(model_state=None))
-    return typed._replace(model_state=jax.tree.map(of_model, carry.model_state))
+    integers, others = eqx.partition(carry.model_state, is_integer)
+    typed = jax.tree.map(strong, carry._replace(model_state=others))
+    return typed._replace(model_state=eqx.combine(integers, typed.model_state))
 
 
 class Compiled:

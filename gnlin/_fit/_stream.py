@@ -142,8 +142,9 @@ class IterableStream:
         return (as_batch(batch, self._name) for batch in batches)
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
-        num_batches = 0
-        for index, batch in enumerate(self._from_the_beginning(epoch)):
+        begun, self._begun, num_batches = self._begun, None, 0
+        batches = begun if begun and epoch == 0 else self._iterable(epoch)
+        for index, batch in enumerate(batches):
             num_batches += 1
             if index >= first:
                 self._latest.append(as_batch(batch, self._name))
@@ -154,10 +155,6 @@ class IterableStream:
                 "something that can be iterated repeatedly, such as a list, a loader, or "
                 "a function of the epoch that returns an iterable."
             )
-
-    def _from_the_beginning(self, epoch: int) -> Iterator:
-        begun, self._begun = self._begun, None
-        return begun if begun and epoch == 0 else iter(self._iterable(epoch))
 
     def at_fault(self, check: Callable[[Data], Any]) -> str:
         """Look at the latest two batches: the next batch has already been taken when a

@@ -1,12 +1,11 @@
 """One training step of a network on a batch, used by both drivers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 
@@ -21,20 +20,12 @@ from .._linearisation._objective import (
     GroupLosses,
     objective_of,
 )
-from .._solver import (
-    AbstractGaussNewton,
-    LAST_FINITE,
-    print_row,
-    result_name,
-    State,
-    Watch,
-    why_it_ended,
-)
+from .._solver import AbstractGaussNewton, print_row, State, Watch
 from ..losses import AbstractLoss
 from ._group_network import GroupNetwork
 from ._model import Network
 from ._prior import Prior
-from ._solution import columns_of, losses_by_group
+from ._solution import columns_of
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]
@@ -69,6 +60,13 @@ class StepSettings(NamedTuple):
     streaming: bool = False  # whether each step sees another batch
     places: Places = Places()
     prior: Prior | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the objective's parts, if it has several."""
+        if self.prior is not None:
+            return "data", "prior"
+        return self.loss.names if isinstance(self.loss, GroupLosses) else ()
 
     def function(self) -> Callable[[PyTree, Any], Any]:
         """Return the function whose outputs the objective takes."""
@@ -236,26 +234,3 @@ def advanced(
     columns = columns_of(objective.names)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
     return Carry(y, state, model_state, watch), row, moved
-
-
-def group_not_finite(row: Mapping[str, float]) -> str:
-    """Return a sentence that names the first group whose loss is not finite in a row of
-    the history, or ""."""
-    for name, loss in losses_by_group(row).items():
-        if not np.isfinite(loss):
-            return f"The loss of the group {name!r} is not finite."
-    return ""
-
-
-def why_it_failed(setting: StepSettings, carry: Carry) -> str:
-    """Return the reason of a failure in words."""
-    state = carry.solver_state
-    if result_name(state.result) == "nonfinite":
-        report = state.report
-        what = "the step" if jnp.isfinite(report.loss) else "the loss"
-        what += " is not finite"
-        if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
-            what = "its damping, or another setting of the solver, is out of range"
-        return f"{what}; {LAST_FINITE}."
-    far = carry.watch is not None and bool(carry.watch.diverges)
-    return why_it_ended(state.result, setting.divergence if far else None)
