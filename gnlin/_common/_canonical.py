@@ -219,10 +219,7 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
 
 def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
     """Return the program that computes the tangents of one equation."""
-    given = list(dict.fromkeys(filter(_is_variable, equation.invars)))
-    of_one = {"constvars": [], "invars": given, "eqns": [equation]}
-    alone = jaxpr.replace(**of_one, outvars=equation.outvars)
-    fn = jaxpr_as_fun(ClosedJaxpr(alone, []))
+    fn, given = alone(jaxpr, equation)
     shapes = [struct(x.aval) for x in given]
     which = [k for k, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -236,6 +233,14 @@ def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
         return jax.jvp(of_floats, ([primals[k] for k in which],), (moving,))[1]
 
     return jax.make_jaxpr(tangents)(shapes, [shapes[k] for k in which]).jaxpr
+
+
+def alone(jaxpr: Jaxpr, equation: JaxprEqn) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a function that evaluates one equation, and the variables that it takes."""
+    given = list(dict.fromkeys(filter(_is_variable, equation.invars)))
+    of_one = {"constvars": [], "invars": given, "eqns": [equation]}
+    program = jaxpr.replace(**of_one, outvars=list(equation.outvars))
+    return jaxpr_as_fun(ClosedJaxpr(program, [])), given
 
 
 def struct(aval: Any) -> jax.ShapeDtypeStruct:

@@ -209,8 +209,8 @@ def fit(
             raise ValueError(
                 "`batch_size` by name needs groups of residuals: pass one number."
             )
-        size, stream = batch_size, make_stream(data, batch_size, data_key)
-        streaming = size is not None or isinstance(stream, IterableStream)
+        stream = make_stream(data, batch_size, data_key)
+        streaming = batch_size is not None or isinstance(stream, IterableStream)
         _check_curvature_batch(curvature_batch_size, stream, solver)
         if prior is not None:
             of_prior = _prior(prior, losses, stream)
@@ -229,7 +229,7 @@ def fit(
         posed = of_groups(model, groups, filter_spec, batch_size, part_size)
         parameters, network, batch, losses = posed
         losses = losses.reduced("mean")
-        size, stream, streaming = None, GroupStream(groups, batch), network.draws
+        stream, streaming = GroupStream(groups, batch), network.draws
     check_start(solver.bounds, parameters)
     if solver.retraction is not None:
         raise ValueError(
@@ -242,7 +242,7 @@ def fit(
         step_key,
         divergence,
         augment,
-        size,
+        stream.batch_size,
         curvature_batch_size,
         streaming,
         prior=of_prior,
