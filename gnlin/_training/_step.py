@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._canonical import needed
-from .._common._sharding import Places, spread
+from .._common._sharding import Places, sharded
 from .._jacobian import WithPrior
 from .._linearisation._linearisation import linearised
 from .._linearisation._objective import (
@@ -191,7 +191,7 @@ def advanced(
     solver, fn, has_aux = setting.solver, setting.function(), setting.network.has_state
     evaluate = lambda y: setting.outputs(y, args)
     if setting.streaming:
-        with spread(setting.places):
+        with sharded(setting.places):
             y, state, now, aux = solver.advance_stream(
                 objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
             )
@@ -199,7 +199,7 @@ def advanced(
         budget, begun = solver.memory_budget, carry.solver_state
         point = solver.next_point(carry.parameters, begun)
         lin, aux = linearised(fn, point, args, has_aux, budget)
-        with spread(setting.places):
+        with sharded(setting.places):
             y, state = solver.advance(
                 objective, lin, evaluate, begun, same_examples=not is_random
             )
