@@ -127,21 +127,11 @@ def join(arrays: Iterable[Any], static: Static) -> PyTree:
     return jax.tree.unflatten(static.structure, leaves)
 
 
-class Canonical(eqx.Module):
-    """A callable pytree, such as a model, as its arrays and a program of these and of the
-    arguments."""
-
-    arrays: list[Array]
-    program: Program
-
-    def __call__(self, *args: PyTree[Array]) -> PyTree[Array]:
-        return self.program(self.arrays, *args)
-
-
 def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
-    """Return a callable pytree in a form that is compared by its program for arguments of
-    these shapes. It is traced only if its leaves other than arrays have changed, and is
-    returned unchanged if one of these is unhashable."""
+    """Return a callable pytree, such as a model, in a form that is compared by its
+    program for arguments of these shapes: a program of its arrays and of the arguments.
+    It is traced only if its leaves other than arrays have changed, and is returned
+    unchanged if one of these is unhashable."""
     arrays, static = split(fn, Array)
     given, of_args = jax.tree.flatten((arrays, *args))
     try:
@@ -150,7 +140,7 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
         if "unhashable" not in str(error):
             raise
         return fn
-    return Canonical(arrays, program)
+    return eqx.Partial(program, arrays)
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)

@@ -150,7 +150,7 @@ class Run(AbstractRun):
         if self._saver is not None:
             self._saver.start(resume)
         self._tell("on_start")
-        self._all_told()
+        self._settle()
         try:
             if self._saver is not None:
                 self._saver.begin()
@@ -213,7 +213,7 @@ class Run(AbstractRun):
                 self._advance = Compiled(step, (self._setting,), *inputs)
             new, new_row = self._advance(now.arrays, arrays)
             if row is not None:
-                self._settle(now, row)
+                self._record_step(now, row)
             now = Now(now.step + 1, now.epoch, now.index + 1, new)
             row = new_row
             # Stop before asking for another batch, which may take long.
@@ -221,14 +221,14 @@ class Run(AbstractRun):
                 whole = now.index == self._stream.num_batches
                 break
         if row is not None:
-            self._settle(now, row)
+            self._record_step(now, row)
         return whole
 
     def _inputs(self, batch: Batch) -> tuple:
         """Return inputs of the compiled step, to show their structures and shapes."""
         return self._carry(), batch.arrays(0)
 
-    def _settle(self, now: Now, row: Array) -> None:
+    def _record_step(self, now: Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""
         *figures, failed, converged, moved = map(float, np.asarray(row))
         if not moved:  # The run had converged before this step.
@@ -257,13 +257,14 @@ class Run(AbstractRun):
         self._tell("on_epoch")
         self._go_on()
 
-    def _all_told(self) -> None:
+    def _settle(self) -> None:
+        """Keep the state for checkpoints, after all callbacks were told of all events."""
         kept = self._callbacks if self._saver is not None else []
         states = [state_of(callback) for callback in kept]
         self.settled = Snapshot(self._now, self.result, self._reason, states)
 
     def _go_on(self) -> None:
-        self._all_told()
+        self._settle()
         if self._reason:
             raise _Stopped
         if self._saver is not None and self._saver.is_due(self.step):
@@ -349,7 +350,7 @@ class Run(AbstractRun):
     def restore_callbacks(self, states: list[CallbackState]) -> bool:
         """Restore the callbacks' states; return whether they fit the callbacks."""
         own = give_back(states, self._callbacks)
-        self._all_told()
+        self._settle()
         return own
 
     def num_bytes(self) -> int:
