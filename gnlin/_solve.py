@@ -26,7 +26,7 @@ from ._solver import (
     WELL,
 )
 from ._training._data import as_batch, not_finite
-from ._training._doubts import after_full_batch, not_fitted
+from ._training._ending import after_full_batch, group_not_finite, in_words, why_it_failed
 from ._training._full_batch import run
 from ._training._group_network import GroupNetwork
 from ._training._model import make_network, Network
@@ -41,15 +41,8 @@ from ._training._residuals import (
     Residuals,
     where_not_finite,
 )
-from ._training._solution import COLUMNS, History, in_words, Model, on_host, Solution
-from ._training._step import (
-    Carry,
-    checked_outputs,
-    group_not_finite,
-    key_of_steps,
-    StepSettings,
-    why_it_failed,
-)
+from ._training._solution import COLUMNS, History, Model, on_host, Solution
+from ._training._step import Carry, checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
 
@@ -155,7 +148,8 @@ def solve(
     of_prior = None
     if groups is None:
         batch = as_batch(data)
-        of_prior = Prior.of(prior, losses.reduced("sum"), batch)
+        if prior is not None:
+            of_prior = Prior.of(prior, losses.reduced("sum"), batch)
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
@@ -210,10 +204,8 @@ def solve(
             reason = f"step {num_steps}: interrupted"
             complaint = f"`gnlin.solve` was interrupted after step {num_steps}."
         elif ended in WELL and history:
-            found = rows["loss"], rows["gradient_norm"]
             converged = ended == "successful"
-            doubt = after_full_batch(*found, float(loss_now), converged=converged)
-            doubt = doubt or not_fitted(rows)
+            doubt = after_full_batch(rows, float(loss_now), converged=converged)
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,

@@ -85,9 +85,9 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     programs = _of_functions.setdefault(fn, {}) if is_kept else {}
     leaves, structure = jax.tree.flatten(args)
     kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    asked = structure, tuple(kinds), _settings()
-    if asked in programs:
-        return programs[asked]
+    kind = structure, tuple(kinds), _settings()
+    if kind in programs:
+        return programs[kind]
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     out_structure = jax.tree.structure(out)
     key = _key(closed.jaxpr), structure, out_structure
@@ -96,7 +96,7 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     ]
     program = Program(consts, _same(_Traced(closed.jaxpr, out_structure, key)))
     if not any(isinstance(c, Tracer) for c in consts):
-        programs[asked] = program
+        programs[kind] = program
     return program
 
 
@@ -127,21 +127,11 @@ def join(arrays: Iterable[Any], static: Static) -> PyTree:
     return jax.tree.unflatten(static.structure, leaves)
 
 
-class Canonical(eqx.Module):
-    """A callable pytree, such as a model, as its arrays and a program of these and of the
-    arguments."""
-
-    arrays: list[Array]
-    program: Program
-
-    def __call__(self, *args: PyTree[Array]) -> PyTree[Array]:
-        return self.program(self.arrays, *args)
-
-
 def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
-    """Return a callable pytree in a form that is compared by its program for arguments of
-    these shapes. It is traced only if its leaves other than arrays have changed, and is
-    returned unchanged if one of these is unhashable."""
+    """Return a callable pytree, such as a model, in a form that is compared by its
+    program for arguments of these shapes: a program of its arrays and of the arguments.
+    It is traced only if its leaves other than arrays have changed, and is returned
+    unchanged if one of these is unhashable."""
     arrays, static = split(fn, Array)
     given, of_args = jax.tree.flatten((arrays, *args))
     try:
@@ -150,7 +140,7 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
         if "unhashable" not in str(error):
             raise
         return fn
-    return Canonical(arrays, program)
+    return eqx.Partial(program, arrays)
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
@@ -219,10 +209,7 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
 
 def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
     """Return the program that computes the tangents of one equation."""
-    given = list(dict.fromkeys(filter(_is_variable, equation.invars)))
-    of_one = {"constvars": [], "invars": given, "eqns": [equation]}
-    alone = jaxpr.replace(**of_one, outvars=equation.outvars)
-    fn = jaxpr_as_fun(ClosedJaxpr(alone, []))
+    fn, given = alone(jaxpr, equation)
     shapes = [struct(x.aval) for x in given]
     which = [k for k, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -236,6 +223,14 @@ def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
         return jax.jvp(of_floats, ([primals[k] for k in which],), (moving,))[1]
 
     return jax.make_jaxpr(tangents)(shapes, [shapes[k] for k in which]).jaxpr
+
+
+def alone(jaxpr: Jaxpr, equation: JaxprEqn) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a function that evaluates one equation, and the variables that it takes."""
+    given = list(dict.fromkeys(filter(_is_variable, equation.invars)))
+    of_one = {"constvars": [], "invars": given, "eqns": [equation]}
+    program = jaxpr.replace(**of_one, outvars=list(equation.outvars))
+    return jaxpr_as_fun(ClosedJaxpr(program, [])), given
 
 
 def struct(aval: Any) -> jax.ShapeDtypeStruct:

@@ -140,7 +140,7 @@ _PLACES = contextvars.ContextVar("places", default=_NOWHERE)
 
 
 @contextlib.contextmanager
-def spread(places: Places) -> Iterator[None]:
+def sharded(places: Places) -> Iterator[None]:
     """Trace a program for arrays at these places."""
     token = _PLACES.set(places)
     try:
@@ -149,7 +149,7 @@ def spread(places: Places) -> Iterator[None]:
         _PLACES.reset(token)
 
 
-def is_spread() -> bool:
+def is_sharded() -> bool:
     """Whether a program is being traced for arrays on several devices."""
     return bool(_PLACES.get().axes)
 

@@ -155,7 +155,15 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict]:
 
 def refusal(path: Path, fault: Fault) -> CheckpointError:
     """Return the error for a file, which says what to do."""
-    return CheckpointError(f"{path} {fault}{_way_out(path)}.")
+    files, way_out = [], ""
+    with suppress(OSError):
+        files = list(_checkpoints(path.parent).values())
+    if path in files:
+        earlier = files[: files.index(path)]
+        way_out = "; delete it to start over, or pass another folder"
+        if earlier:
+            way_out = f"; delete it to go on from {earlier[-1].name}"
+    return CheckpointError(f"{path} {fault}{way_out}.")
 
 
 def latest(folder: Path) -> Path | None:
@@ -233,19 +241,6 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.unlink()
-
-
-def _way_out(path: Path) -> str:
-    try:
-        checkpoints = _checkpoints(path.parent)
-    except OSError:
-        return ""
-    step = next((step for step, other in checkpoints.items() if other == path), 0)
-    earlier = [other for s, other in checkpoints.items() if s < step]
-    if earlier:
-        return f"; delete it to go on from {earlier[-1].name}"
-    known = path in checkpoints.values()
-    return "; delete it to start over, or pass another folder" if known else ""
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], meta: dict) -> None:

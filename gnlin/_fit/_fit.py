@@ -18,9 +18,9 @@ from .._solver import AbstractGaussNewton, as_solver, check_divergence, Levenber
 from .._training._data import as_tuple
 from .._training._group_network import GroupNetwork
 from .._training._model import make_network, Network
-from .._training._prior import PARTS, Prior
+from .._training._prior import Prior
 from .._training._residuals import as_groups, of_groups, refuse_for_groups
-from .._training._solution import columns_of, Model, Solution
+from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, StepSettings
 from ..callbacks import Callback, Progress
 from ..losses import AbstractLoss, SquaredError
@@ -203,17 +203,17 @@ def fit(
     model, state = automatic((model, state))
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses = loss.reduced("mean")
-    of_prior, names = None, ()
+    of_prior = None
     if groups is None:
         if isinstance(batch_size, Mapping):
             raise ValueError(
                 "`batch_size` by name needs groups of residuals: pass one number."
             )
-        size, stream = batch_size, make_stream(data, batch_size, data_key)
-        streaming = size is not None or isinstance(stream, IterableStream)
+        stream = make_stream(data, batch_size, data_key)
+        streaming = batch_size is not None or isinstance(stream, IterableStream)
         _check_curvature_batch(curvature_batch_size, stream, solver)
         if prior is not None:
-            of_prior, names = _prior(prior, losses, stream), PARTS
+            of_prior = _prior(prior, losses, stream)
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
@@ -228,8 +228,8 @@ def fit(
         )
         posed = of_groups(model, groups, filter_spec, batch_size, part_size)
         parameters, network, batch, losses = posed
-        losses, names = losses.reduced("mean"), losses.names
-        size, stream, streaming = None, GroupStream(groups, batch), network.draws
+        losses = losses.reduced("mean")
+        stream, streaming = GroupStream(groups, batch), network.draws
     check_start(solver.bounds, parameters)
     if solver.retraction is not None:
         raise ValueError(
@@ -242,14 +242,14 @@ def fit(
         step_key,
         divergence,
         augment,
-        size,
+        stream.batch_size,
         curvature_batch_size,
         streaming,
         prior=of_prior,
     )
     outputs = all_checked(setting, parameters, state, stream.at_hand())
     carry = begin(setting, parameters, state, outputs)
-    shardings = places(carry, stream.example())
+    shardings = places(carry, stream.example)
     if isinstance(stream, IterableStream):  # its batches keep their own
         shardings = shardings._replace(batch=())
     setting = setting._replace(places=shardings)
@@ -260,7 +260,6 @@ def fit(
         evaluation = Validation(setting, carry, validation, metrics, linearised)
     if progress and on_a_terminal():
         callbacks.append(Progress())
-    parts = list(columns_of(names).values())
     run = Run(
         setting,
         carry,
@@ -271,7 +270,6 @@ def fit(
         evaluation,
         validate_every,
         checkpoint,
-        parts,
     )
     run.train(resume)
     if run.complaint:
@@ -291,14 +289,14 @@ def _as_list(callbacks: Any) -> list[Callback]:
     return callbacks
 
 
-def _prior(prior: ScalarLike, loss: AbstractLoss, stream: Any) -> Prior | None:
+def _prior(prior: ScalarLike, loss: AbstractLoss, stream: Any) -> Prior:
     if not isinstance(stream, ArrayStream):
         raise ValueError(
             "`prior` needs to know the number of examples: pass the data as arrays, or "
             "leave it out."
         )
     size = stream.batch_size or stream.num_examples
-    return Prior.of(prior, loss, stream.data, size / stream.num_examples)
+    return Prior.of(prior, loss, stream.example, size / stream.num_examples)
 
 
 def _check_curvature_batch(size, stream, solver) -> None:

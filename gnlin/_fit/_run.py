@@ -10,36 +10,18 @@ from jaxtyping import Array, PyTree
 
 from .._common._canonical import join, split
 from .._common._identity import as_numpy
-from .._solver import result_name, RESULT_NAMES, WELL
-from .._training._doubts import after_batches
-from .._training._solution import COLUMNS, History, in_words, on_host, Solution
-from .._training._step import (
-    Carry,
-    checked_outputs,
-    group_not_finite,
-    StepSettings,
-    why_it_failed,
-)
+from .._solver import result_name, WELL
+from .._training._ending import after_batches, group_not_finite, in_words, why_it_failed
+from .._training._solution import COLUMNS, columns_of, History, on_host, Solution
+from .._training._step import Carry, checked_outputs, StepSettings
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
 from ._saver import described_run, Saver
-from ._snapshot import (
-    CallbackState,
-    give_back,
-    like_array,
-    Now,
-    Settled,
-    Snapshot,
-    state_of,
-)
+from ._snapshot import CallbackState, give_back, like_array, Now, Snapshot, state_of
 from ._step import as_handed_out, Compiled, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
-
-
-# Index into the row of a compiled step, which lacks the columns `step` and `epoch`.
-_UPDATES = COLUMNS.index("num_feature_updates") - 2
 
 
 class _Stopped(Exception):
@@ -60,9 +42,7 @@ class Run(AbstractRun):
         validation: Validation | None,
         validate_every: int | None,
         checkpoint: Checkpoint | None,
-        parts: list[str],
     ):
-        """`parts`: the history's columns of the parts of the loss."""
         self._setting = setting
         arrays, self._static = split(as_handed_out(carry))
         self._now = Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
@@ -76,6 +56,7 @@ class Run(AbstractRun):
         self._told = sorted(callbacks, key=lambda each: not each.columns)
         self._validation = validation
         self._validate_every = validate_every
+        parts = columns_of(setting.names).values()
         own = [*COLUMNS, *parts, *(validation.columns if validation else ())]
         self._rows = Rows([*own, *(n for each in callbacks for n in each.columns)])
         self._saver = None if checkpoint is None else Saver(checkpoint, self)
@@ -169,7 +150,7 @@ class Run(AbstractRun):
         if self._saver is not None:
             self._saver.start(resume)
         self._tell("on_start")
-        self._all_told()
+        self._settle()
         try:
             if self._saver is not None:
                 self._saver.begin()
@@ -179,11 +160,11 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
-            figures, made_all = self.history, not self._reason
-            doubt = after_batches(figures.loss, figures.gradient_norm, made_all=made_all)
+            doubt = after_batches(self.history, made_all=not self._reason)
             self.complaint = doubt or self.complaint
             self._save()
-            self._validate_if_not_yet()
+            if self._validation is not None and np.isnan(self.row["validation_loss"]):
+                self._validate()
         except KeyboardInterrupt:
             self._rows.cut(self.step)
             self._save()
@@ -201,7 +182,7 @@ class Run(AbstractRun):
         try:
             if self._now.index == self._stream.num_batches:
                 self._end_epoch()  # It was saved between the last step and this event.
-            while not self._enough(self._now):
+            while self.left(self._now) > 0:
                 if self._train_epoch():
                     self._end_epoch()
         except DataEnded as error:
@@ -210,15 +191,12 @@ class Run(AbstractRun):
             self._reason = f"step {self.step}: the data ended"
             self.complaint = f"`gnlin.fit` stopped after step {self.step}. {error}"
 
-    def _enough(self, now: Now) -> bool:
-        return self._left(now.step, now.epoch) <= 0
-
-    def _left(self, step: int, epoch: int) -> int:
+    def left(self, now: Now) -> int:
         """Return the steps that are left, or the epochs if the steps are not known."""
         if self.num_steps is not None:
-            return self.num_steps - step
+            return self.num_steps - now.step
         assert self._num_epochs is not None
-        return self._num_epochs - epoch
+        return self._num_epochs - now.epoch
 
     def _train_epoch(self) -> bool:
         """Train on the rest of the epoch; return whether its end was reached.
@@ -228,33 +206,29 @@ class Run(AbstractRun):
         """
         now, row, whole = self._now, None, True
         for batch in self._stream.epoch(now.epoch, now.index):
-            arrays, numbers = split(batch.arrays())[0], [batch.index, now.step]
-            advance = self._advance or self._compile(batch)
-            new, new_row = advance(now.arrays, arrays, [np.array(numbers, np.int32)])
+            arrays, _ = split(batch.arrays(now.step))
+            # Batches of an iterable may differ in structure.
+            if self._advance is None or isinstance(self._stream, IterableStream):
+                inputs = self._inputs(batch)
+                self._advance = Compiled(step, (self._setting,), *inputs)
+            new, new_row = self._advance(now.arrays, arrays)
             if row is not None:
-                self._settle(now, row)
+                self._record_step(now, row)
             now = Now(now.step + 1, now.epoch, now.index + 1, new)
             row = new_row
             # Stop before asking for another batch, which may take long.
-            if self._enough(now):
+            if self.left(now) <= 0:
                 whole = now.index == self._stream.num_batches
                 break
         if row is not None:
-            self._settle(now, row)
+            self._record_step(now, row)
         return whole
-
-    def _compile(self, batch: Batch) -> Compiled:
-        advance = Compiled(step, (self._setting,), *self._inputs(batch))
-        # Batches of an iterable may differ in structure.
-        if isinstance(self._stream, ArrayStream):
-            self._advance = advance
-        return advance
 
     def _inputs(self, batch: Batch) -> tuple:
         """Return inputs of the compiled step, to show their structures and shapes."""
-        return self._carry(), batch.arrays(), [np.zeros(2, np.int32)]
+        return self._carry(), batch.arrays(0)
 
-    def _settle(self, now: Now, row: Array) -> None:
+    def _record_step(self, now: Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""
         *figures, failed, converged, moved = map(float, np.asarray(row))
         if not moved:  # The run had converged before this step.
@@ -263,13 +237,14 @@ class Run(AbstractRun):
             self._go_on()
         before = self.row["num_feature_updates"]
         self._rows.append([float(now.step), float(now.epoch), *figures])
+        is_update = self.row["num_feature_updates"] != before
         self._now = now
         if failed:
             self._fail()
         elif converged:
             self.stop("converged")
         self._tell("on_step")
-        if figures[_UPDATES] != before:
+        if is_update:
             self._tell("on_feature_update")
         if self._validate_every and now.step % self._validate_every == 0:
             self._validate()
@@ -282,13 +257,14 @@ class Run(AbstractRun):
         self._tell("on_epoch")
         self._go_on()
 
-    def _all_told(self) -> None:
+    def _settle(self) -> None:
+        """Keep the state for checkpoints, after all callbacks were told of all events."""
         kept = self._callbacks if self._saver is not None else []
         states = [state_of(callback) for callback in kept]
-        self.settled = Settled(self._now, states, self.result, self._reason)
+        self.settled = Snapshot(self._now, self.result, self._reason, states)
 
     def _go_on(self) -> None:
-        self._all_told()
+        self._settle()
         if self._reason:
             raise _Stopped
         if self._saver is not None and self._saver.is_due(self.step):
@@ -314,10 +290,6 @@ class Run(AbstractRun):
         if self._rows:
             self._rows.amend(self._validation.look(self._now.arrays, self.epoch))
             self._tell("on_validation")
-
-    def _validate_if_not_yet(self) -> None:
-        if self._validation is not None and np.isnan(self.row["validation_loss"]):
-            self._validate()
 
     def _save(self) -> None:
         if self._saver is not None and self._saver.save():
@@ -348,19 +320,9 @@ class Run(AbstractRun):
     # Checkpoints
     #
 
-    def snapshot(self, settings: dict[str, str]) -> Snapshot:
-        now, states, result, reason = self.settled
-        return Snapshot(
-            settings,
-            now.step,
-            now.epoch,
-            now.index,
-            result_name(result),
-            reason,
-            [*map(as_numpy, now.arrays)],
-            states,
-            self._rows.as_array()[: now.step],
-        )
+    def table(self) -> np.ndarray:
+        """Return the history without a step of which some callbacks were not told."""
+        return self._rows.as_array()[: self.settled.now.step]
 
     def settings(self) -> dict[str, str]:
         """Describe the run. This is called before the first step, while the parameters
@@ -369,32 +331,26 @@ class Run(AbstractRun):
         of_run = self._stream, self._rows.columns, self.model, self.model_state
         return described_run(self._setting, inputs, *of_run)
 
-    def has_passed(self, step: int, epoch: int) -> bool:
-        """Whether this run would have ended before a step and an epoch."""
-        return self._left(step, epoch) < 0
-
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, table: np.ndarray) -> None:
         """Resume from a snapshot; raise `Fault` if this run cannot have left it."""
 
         def kinds(arrays):
             return [(x.shape, x.dtype) for x in map(as_numpy, arrays)]
 
-        fits = kinds(snapshot.carry) == kinds(self._now.arrays)
-        fits &= snapshot.table.shape == (snapshot.step, len(self._rows.columns))
-        if not fits or snapshot.result not in RESULT_NAMES:
+        now, own = snapshot.now, self._now.arrays
+        fits = table.shape == (now.step, len(self._rows.columns))
+        if not fits or kinds(now.arrays) != kinds(own):
             raise Fault("was not written by a run with these settings")
-        arrays = list(map(like_array, snapshot.carry, self._now.arrays))
-        self._now = Now(*snapshot.position, arrays)
-        self._rows.restore(snapshot.table)
-        self._reason = snapshot.reason
-        self.result = getattr(optx.RESULTS, snapshot.result)
-        if snapshot.result not in WELL:
-            self.complaint = f"`gnlin.fit` stopped at {snapshot.reason}."
+        self._now = now._replace(arrays=list(map(like_array, now.arrays, own)))
+        self._rows.restore(table)
+        self.result, self._reason = snapshot.result, snapshot.reason
+        if result_name(self.result) not in WELL:
+            self.complaint = f"`gnlin.fit` stopped at {self._reason}."
 
     def restore_callbacks(self, states: list[CallbackState]) -> bool:
         """Restore the callbacks' states; return whether they fit the callbacks."""
         own = give_back(states, self._callbacks)
-        self._all_told()
+        self._settle()
         return own
 
     def num_bytes(self) -> int:

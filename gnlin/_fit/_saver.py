@@ -46,7 +46,7 @@ def described_run(
     setting = setting._replace(solver=solver, places=Places())
     program = Compiled(step, (setting,), *inputs).program(*inputs)
     others = "prior", "key", "augment", "batch_size", "curvature_batch_size", "divergence"
-    shapes = jax.tree.map(np.shape, stream.example())
+    shapes = jax.tree.map(np.shape, stream.example)
     return {
         "data": f"{stream.identity()} with shapes {shapes}",
         **described_by_field("solver", setting.solver),
@@ -85,18 +85,18 @@ class Saver:
         _checkpoint.check_writable(self._folder, num_bytes, keep)
         if latest is not None:
             snapshot = self._load(latest)
-            self._resumed, self._saved = (latest, snapshot), snapshot.position
+            self._resumed, self._saved = (latest, snapshot), snapshot.now[:3]
 
     def _load(self, path: Path) -> Snapshot:
         try:
-            snapshot = unpack(*_checkpoint.load(path))
-            self._check_same(path, snapshot.settings)
-            self._run.restore(snapshot)
+            snapshot, table, settings = unpack(*_checkpoint.load(path))
+            self._check_same(path, settings)
+            self._run.restore(snapshot, table)
         except Fault as error:
             raise _checkpoint.refusal(path, error) from error
-        if self._run.has_passed(snapshot.step, snapshot.epoch):
+        if self._run.left(snapshot.now) < 0:
             raise CheckpointError(
-                f"{path} was written after {snapshot.step} steps, more than this "
+                f"{path} was written after {snapshot.now.step} steps, more than this "
                 "run makes: raise `epochs` or `steps`, or pass another folder."
             )
         return snapshot
@@ -159,7 +159,7 @@ class Saver:
         return True
 
     def _write(self) -> None:
-        snapshot = self._run.snapshot(self._settings)
-        keep = self._checkpoint.keep
-        _checkpoint.save(self._folder, snapshot.step, *pack(snapshot), keep)
-        self._saved, self._saved_at = snapshot.position, time.monotonic()
+        settled, keep = self._run.settled, self._checkpoint.keep
+        packed = pack(settled, self._run.table(), self._settings)
+        _checkpoint.save(self._folder, settled.now.step, *packed, keep)
+        self._saved, self._saved_at = settled.now[:3], time.monotonic()

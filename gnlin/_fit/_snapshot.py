@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from .._common._checks import is_key
 from .._common._identity import as_numpy
+from .._solver import result_name, RESULT_NAMES
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, Fault
 
@@ -29,64 +30,61 @@ class Now(NamedTuple):
     step: int
     epoch: int
     index: int  # of the next batch in the epoch
-    arrays: list[Array]  # of the carry
+    arrays: list[Any]  # of the carry
 
 
-class Settled(NamedTuple):
+class Snapshot(NamedTuple):
     """The state of a run after all callbacks were told of all events, which checkpoints
     save. It is replaced as a whole, so that an interruption cannot leave a mixture."""
 
     now: Now
-    states: list[CallbackState]
     result: optx.RESULTS
     reason: str
-
-
-class Snapshot(NamedTuple):
-    """Everything of a run that is not among its arguments."""
-
-    settings: dict[str, str]
-    step: int
-    epoch: int
-    index: int  # of the next batch in the epoch
-    result: str
-    reason: str
-    carry: list[np.ndarray]
     callbacks: list[CallbackState]
-    table: np.ndarray  # the history
-
-    @property
-    def position(self) -> tuple[int, int, int]:
-        return self.step, self.epoch, self.index
 
 
-_PLAIN = ("settings", "step", "epoch", "index", "result", "reason")
+def pack(
+    snapshot: Snapshot, table: np.ndarray, settings: dict[str, str]
+) -> tuple[dict[str, np.ndarray], dict]:
+    """Return arrays, and a dictionary `meta` of JSON values.
 
-
-def pack(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict]:
-    """Return the snapshot as arrays and a dictionary `meta` of JSON values."""
-    arrays = {f"carry_{i}": x for i, x in enumerate(snapshot.carry)}
+    - `table`: the history.
+    - `settings`: a description of the run.
+    """
+    (step, epoch, index, carry), result, reason, states = snapshot
+    arrays = {f"carry_{i}": as_numpy(x) for i, x in enumerate(carry)}
     callbacks = []
-    for i, (name, paths, leaves) in enumerate(snapshot.callbacks):
+    for i, (name, paths, leaves) in enumerate(states):
         arrays |= {_leaf(i, j): as_numpy(leaf) for j, leaf in enumerate(leaves)}
         callbacks.append([name, paths, [_kind(leaf, name) for leaf in leaves]])
-    meta = {name: getattr(snapshot, name) for name in _PLAIN}
-    return {**arrays, "history": snapshot.table}, {**meta, "callbacks": callbacks}
+    meta = {
+        "settings": settings,
+        "step": step,
+        "epoch": epoch,
+        "index": index,
+        "result": result_name(result),
+        "reason": reason,
+        "callbacks": callbacks,
+    }
+    return {**arrays, "history": table}, meta
 
 
-def unpack(arrays: Mapping[str, np.ndarray], meta: dict) -> Snapshot:
+def unpack(
+    arrays: Mapping[str, np.ndarray], meta: dict
+) -> tuple[Snapshot, np.ndarray, dict[str, str]]:
     """Invert `pack`; raise `Fault` if `pack` cannot have returned this."""
     try:
         callbacks = []
         for i, (name, paths, kinds) in enumerate(meta["callbacks"]):
             of = (_SAVED[kind](arrays[_leaf(i, j)]) for j, kind in enumerate(kinds))
             callbacks.append(CallbackState(name, paths, list(of)))
-        return Snapshot(
-            **{name: meta[name] for name in _PLAIN},
-            carry=[x for name, x in arrays.items() if name.startswith("carry_")],
-            callbacks=callbacks,
-            table=arrays["history"],
-        )
+        carry = [x for name, x in arrays.items() if name.startswith("carry_")]
+        now = Now(meta["step"], meta["epoch"], meta["index"], carry)
+        if meta["result"] not in RESULT_NAMES:
+            raise ValueError(meta["result"])
+        result = getattr(optx.RESULTS, meta["result"])
+        snapshot = Snapshot(now, result, meta["reason"], callbacks)
+        return snapshot, arrays["history"], meta["settings"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Fault("was not written by a run of `gnlin.fit`") from error
 

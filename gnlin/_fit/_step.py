@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .._common import _tree
 from .._common._canonical import AnyArray, join, split, Static
@@ -20,18 +21,17 @@ from ..losses import AbstractLoss
 from ._stream import gather
 
 
-def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
+def step(setting: StepSettings, carry: Carry, batch: tuple):
     """Make one step; return the carry and a row of the history. After a failed step the
     carry does not change any more.
 
-    - `batch`: the data, and the order of the examples.
-    - `numbers`: one array of the batch's index in this order and the step's number.
+    - `batch`: from `Batch.arrays`.
     """
     arrays, static = split(carry)
 
     @jax.jit  # traced once for both uses
     def advance(arrays):
-        new, row = _next(setting, join(arrays, static), batch, numbers)
+        new, row = _next(setting, join(arrays, static), batch)
         return split(new)[0], row
 
     def stay(arrays):
@@ -43,11 +43,11 @@ def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]
     return join(arrays, static), row
 
 
-def _next(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
+def _next(setting: StepSettings, carry: Carry, batch: tuple):
     """Make one step, as `step` does, of a run that goes on."""
     size = setting.batch_size or 0
     wider = setting.curvature_batch_size or size
-    (index, number), (data, order) = numbers[0], batch
+    data, order, (index, number) = batch
     data = gather(data, order, index, size, wider)
     data = setting.drawn(keep(data, setting.places.batch), number)
     outputs = checked_outputs(setting, carry.parameters, carry.model_state, data)
@@ -74,9 +74,9 @@ def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry
     number of targets with a weight, the losses, and each metric; and again the losses and
     metrics of the linearised model, if one is trained."""
     inputs, targets, weights = data
-    loss, network = setting.loss, setting.network.in_inference()
+    loss = setting.loss
     assert isinstance(loss, AbstractLoss)  # groups have no validation
-    args = network.args(inputs, None, carry.model_state)
+    args = setting.network.args(inputs, None, carry.model_state)
     num_examples = jax.tree.leaves(inputs)[0].shape[0]
     weights = jnp.ones(num_examples) if weights is None else weights
     counts = jax.vmap(loss.target_weights)(targets).astype(weights.dtype)
@@ -84,7 +84,7 @@ def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry
     number = jnp.sum(counts != 0, dtype=float)
 
     def predict(y):
-        return network.outputs(y, args)
+        return setting.outputs(y, args)
 
     def figures(outputs):
         shapes = jax.eval_shape(lambda: outputs)
@@ -116,12 +116,12 @@ def as_handed_out(carry: Carry) -> Carry:
             return x
         return jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
 
-    def of_model(x):
-        counts = isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
-        return x if counts else strong(x)
+    def is_integer(x):
+        return isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
 
-    typed = jax.tree.map(strong, carry._replace(model_state=None))
-    return typed._replace(model_state=jax.tree.map(of_model, carry.model_state))
+    integers, others = eqx.partition(carry.model_state, is_integer)
+    typed = jax.tree.map(strong, carry._replace(model_state=others))
+    return typed._replace(model_state=eqx.combine(integers, typed.model_state))
 
 
 class Compiled:

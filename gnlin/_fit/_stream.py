@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._common._checks import check_takes
@@ -20,14 +21,15 @@ Data = tuple[PyTree[Array], PyTree[Array], Array | None]
 
 
 class Batch(NamedTuple):
-    """The data of a compiled step, and the choice of its examples."""
+    """The data of a step, and the choice of its examples."""
 
     data: Data
     order: Array | None = None  # the shuffled order of all examples in the epoch
     index: int = 0  # of the batch in that order
 
-    def arrays(self) -> tuple:
-        return self.data, self.order
+    def arrays(self, number: int) -> tuple:
+        """Return the arguments of the compiled step of this number."""
+        return self.data, self.order, np.array([self.index, number], np.int32)
 
 
 class DataEnded(ValueError):
@@ -35,13 +37,16 @@ class DataEnded(ValueError):
 
 
 class ArrayStream:
-    """Batches of a data set in memory, drawn without replacement within an epoch."""
+    """Batches of a data set in memory, drawn without replacement within an epoch.
+
+    - `example`: all data.
+    """
 
     def __init__(
         self, data, batch_size: int | None, key: Key[Array, ""] | None, name: str
     ):
-        self.data = as_batch(data, name)
-        self.num_examples = jax.tree.leaves(self.data[0])[0].shape[0]
+        self.example = as_batch(data, name)
+        self.num_examples = jax.tree.leaves(self.example[0])[0].shape[0]
         if batch_size is not None and batch_size > self.num_examples:
             raise ValueError(
                 f"`batch_size` is {batch_size}, but there are {self.num_examples} "
@@ -51,15 +56,12 @@ class ArrayStream:
         self.num_batches = self.num_examples // (batch_size or self.num_examples)
         self._key = key
 
-    def example(self) -> Data:
-        return self.data
-
     def first(self) -> Batch:
         return next(self.epoch(0, 0))
 
     def at_hand(self) -> Iterator[Data]:
         """Return the batches known before the first step, to check their targets."""
-        yield self.data
+        yield self.example
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
         """Return the batches of an epoch, starting with the `first`."""
@@ -68,41 +70,40 @@ class ArrayStream:
             assert self._key is not None
             order = _permutation(self._key, epoch, self.num_examples)
         for index in range(first, self.num_batches):
-            yield Batch(self.data, order, index)
+            yield Batch(self.example, order, index)
 
     def at_fault(self, check: Callable[[Data], Any]) -> str:
         """Say which example is not finite, in a sentence; or return "".
 
         - `check`: raises `ValueError` if the targets of a batch do not fit.
         """
-        return not_finite(*self.data)
+        return not_finite(*self.example)
 
     def identity(self) -> str:
         """Describe the data, so that a resumed run can compare them."""
-        return f"arrays of checksum {checksum(self.data)}"
+        return f"arrays of checksum {checksum(self.example)}"
 
 
 class GroupStream(ArrayStream):
     """Groups of residuals. A step takes all residuals or draws some of each group, and
     counts as an epoch."""
 
+    batch_size = None
     num_batches = 1
 
     def __init__(self, groups: GroupsByName, data: tuple):
         self._groups = groups
-        self.data = data
-        self.batch_size = None
-
-    def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
-        if first == 0:
-            yield Batch(self.data)
+        self.example = data
 
     def at_fault(self, check: Callable[[Data], Any]) -> str:
         return where_not_finite(self._groups)
 
 
 class IterableStream:
-    """Batches of the user's: a list, a loader, or a function of the epoch."""
+    """Batches of the user's: a list, a loader, or a function of the epoch.
+
+    - `example`: the first batch.
+    """
 
     batch_size = None
     num_batches = None
@@ -124,7 +125,7 @@ class IterableStream:
                 f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
                 f"iterable of such batches, but it holds {a_kind_of(first)}."
             )
-        self._example = as_batch(first, name)
+        self.example = as_batch(first, name)
         self._latest: deque[Data] = deque(maxlen=2)
         # The iterable may not yield its first batch a second time.
         self._begun: Iterator | None = itertools.chain([first], batches)
@@ -132,20 +133,18 @@ class IterableStream:
     def _iterable(self, epoch: int) -> Any:
         return self._data(epoch) if callable(self._data) else self._data
 
-    def example(self) -> Data:
-        return self._example
-
     def first(self) -> Batch:
-        return Batch(self._example)
+        return Batch(self.example)
 
     def at_hand(self) -> Iterator[Data]:
         """Return all batches of a list, or the first of any other iterable."""
-        batches = self._data if isinstance(self._data, list) else [self._example]
+        batches = self._data if isinstance(self._data, list) else [self.example]
         return (as_batch(batch, self._name) for batch in batches)
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
-        num_batches = 0
-        for index, batch in enumerate(self._from_the_beginning(epoch)):
+        begun, self._begun, num_batches = self._begun, None, 0
+        batches = begun if begun and epoch == 0 else self._iterable(epoch)
+        for index, batch in enumerate(batches):
             num_batches += 1
             if index >= first:
                 self._latest.append(as_batch(batch, self._name))
@@ -156,10 +155,6 @@ class IterableStream:
                 "something that can be iterated repeatedly, such as a list, a loader, or "
                 "a function of the epoch that returns an iterable."
             )
-
-    def _from_the_beginning(self, epoch: int) -> Iterator:
-        begun, self._begun = self._begun, None
-        return begun if begun and epoch == 0 else iter(self._iterable(epoch))
 
     def at_fault(self, check: Callable[[Data], Any]) -> str:
         """Look at the latest two batches: the next batch has already been taken when a

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common._canonical import split
+from .._training._model import Network
 from .._training._step import all_checked, Carry, Shapes, StepSettings
 from ._step import Compiled, evaluate
 from ._stream import ArrayStream, make_stream
@@ -23,10 +24,11 @@ class Validation:
     def __init__(
         self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
     ):
-        self._setting = setting
+        assert isinstance(setting.network, Network)  # groups have no validation
+        inference = setting.network.in_inference()
+        setting = setting._replace(network=inference, augment=None, prior=None)
+        self._fixed = setting, tuple(metrics.values()), linearised
         self._structure = carry
-        self._linearised = linearised
-        self._metrics = metrics
         names = ["loss", *metrics]
         self.columns = [f"validation_{name}" for name in names]
         if linearised:
@@ -37,11 +39,9 @@ class Validation:
                 "list, a loader, or a function of the epoch that returns an iterable."
             )
         self._stream = make_stream(data, None, None, "validation")
-        inference = setting.network.in_inference()
-        seen = setting._replace(network=inference, augment=None, prior=None)
         trained = carry.parameters, carry.model_state
-        outputs = all_checked(seen, *trained, self._stream.at_hand())
-        example = self._stream.example()
+        outputs = all_checked(setting, *trained, self._stream.at_hand())
+        example = self._stream.example
         for name, metric in metrics.items():
             _check_metric(name, metric, outputs, example[1])
         self._chunks = None
@@ -53,14 +53,13 @@ class Validation:
         batches = self._chunks
         if batches is None:
             batches = (batch.data for batch in self._stream.epoch(epoch, 0))
-        fixed = (self._setting, tuple(self._metrics.values()), self._linearised)
         sums = []
         for batch in batches:
-            look = Compiled(evaluate, fixed, self._structure, batch)
+            look = Compiled(evaluate, self._fixed, self._structure, batch)
             ((sum_,),) = look(arrays, split(batch)[0])
             sums.append(sum_)
         weight, number, *figures = np.sum([np.asarray(x) for x in sums], axis=0)
-        per_look = 1 + len(self._metrics)
+        per_look = 1 + len(self._fixed[1])  # the loss and each metric
         totals = [weight if i % per_look == 0 else number for i in range(len(figures))]
         return {
             name: float(figure / total) if total > 0 else math.nan

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
-from .._common._sharding import by_columns, is_spread
+from .._common._sharding import by_columns, is_sharded
 from .._common._tree import matmul, ravel_pytree, Structure, summed
 from ._base import AbstractJacobian, gram_of, multiplied
 from ._block import AbstractBlock
@@ -76,7 +76,7 @@ class AtHand(AbstractJacobian):
         return self._blocks if wanted is None else [self._blocks[k] for k in wanted]
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
-        if other is not self or not is_spread():
+        if other is not self or not is_sharded():
             if not other.fits():
                 return super().gram_with(other)
             return gram_of(self._blocks, other.blocks())

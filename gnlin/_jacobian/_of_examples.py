@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 from .._common._checks import check_count
 from .._common._convolutions import channels_last
 from .._common._passes import Passes
-from .._common._sharding import is_spread
+from .._common._sharding import is_sharded
 from .._common._tree import ravel_pytree, Structure
 from . import _program
 from ._at_hand import AtHand
@@ -102,7 +102,7 @@ def _divided(
 
 def _axis_of_parts() -> int:
     """Return 1 if devices share the examples, so that each part uses all devices."""
-    return 1 if is_spread() else 0
+    return 1 if is_sharded() else 0
 
 
 def _number(examples: PyTree[Array]) -> int:
@@ -195,7 +195,7 @@ class OfExamples(AbstractJacobian):
         def of_part(args):
             return of_blocks(self._blocks_of(args, all_leaves))
 
-        return of_part(self._args) if is_spread() else self._sum_of_parts(of_part, size)
+        return of_part(self._args) if is_sharded() else self._sum_of_parts(of_part, size)
 
     def _sum_of_parts(self, of_part: Callable[[PyTree[Array]], Of], size: int) -> Of:
         if size >= self._num_examples():
@@ -250,7 +250,7 @@ class OfExamples(AbstractJacobian):
 
     def _program(self) -> _program.Program:
         # Devices share the rows' columns, and factored blocks have no such columns.
-        layers = not is_spread()
+        layers = not is_sharded()
         return _program.find(self._fn, self._point, _of_one(self._args), layers=layers)
 
     def block_bytes(self) -> list[int]:

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal,
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
+from .._common._canonical import alone
 from .._common._convolutions import channels_last
 from .._common._cost import bytes_made
 from .._common._tree import ravel_pytree
@@ -185,7 +186,8 @@ def evaluate(
                 inner_names = {inner.jaxpr.invars[k]: leaf for k, leaf in taken.items()}
                 outs = run(inner.jaxpr, inner.consts, operands, inner_names)
             else:
-                outs = _apply(jaxpr, equation, values)
+                fn, operands = alone(jaxpr, equation)
+                outs = fn(*[values[v] for v in operands])
                 for operand, leaf in taken.items():
                     x = _read(values, equation.invars[1 - operand])
                     dtype = _tree.dtype((x, _struct(equation.invars[operand])))
@@ -202,16 +204,6 @@ def evaluate(
 
 def _read(values: dict[Var, Array], atom) -> Array:
     return atom.val if isinstance(atom, Literal) else values[atom]
-
-
-def _apply(jaxpr: Jaxpr, equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
-    """Evaluate one equation."""
-    operands = [atom for atom in equation.invars if not isinstance(atom, Literal)]
-    operands = list(dict.fromkeys(operands))
-    alone = jaxpr.replace(
-        constvars=[], invars=operands, outvars=list(equation.outvars), eqns=[equation]
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[v] for v in operands])
 
 
 def _sizes(uses: Sequence[_Use]) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, ScalarLike
 
 from .._common import _tree
 from .._common._checks import check_count, check_one_of
-from .._common._sharding import is_spread
+from .._common._sharding import is_sharded
 from .._common._tree import ravel_pytree, Structure
 from .._jacobian import (
     AbstractJacobian,
@@ -155,7 +155,7 @@ class Linearisation(eqx.Module):
         there are bounds or a retraction, or if the Jacobian is more than a matrix."""
         leaves = jax.tree.leaves(self.point)
         alike = len(leaves) > 1 and len({x.dtype for x in leaves}) == 1
-        plain = self.box is None and self.retraction is None and not is_spread()
+        plain = self.box is None and self.retraction is None and not is_sharded()
         if not (alike and plain):
             return self.materialise(), lambda parameters: parameters
         jacobian = self.jacobian.of_one_array().at_hand().of_one_array()

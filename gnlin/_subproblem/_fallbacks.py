@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, PyTree, Scalar
 
 from .._common._passes import Passes
-from .._common._sharding import is_spread
+from .._common._sharding import is_sharded
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter, Spectrum, svd_is_cheap
@@ -119,7 +119,7 @@ class ProductsFirst(AbstractFirst):
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        return super().fits(problem, filter) and not is_spread()
+        return super().fits(problem, filter) and not is_sharded()
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
@@ -164,7 +164,7 @@ class EigenvaluesFirst(AbstractFirst):
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        return isinstance(problem, Quadratic) and not is_spread()
+        return isinstance(problem, Quadratic) and not is_sharded()
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Scalar
 
 from .._common._cost import rates
 from .._common._passes import Passes
-from .._common._sharding import is_spread
+from .._common._sharding import is_sharded
 from .._common._tree import einsum
 from .._jacobian import AbstractJacobian, Cost, Reads
 from .._linearisation._quadratic import Quadratic
@@ -116,7 +116,7 @@ class SchurComplement(AbstractMethod):
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        if not super().fits(problem, filter) or is_spread():
+        if not super().fits(problem, filter) or is_sharded():
             return False
         return elimination(problem.jacobian.reads()) is not None
 

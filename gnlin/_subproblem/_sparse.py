@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Scalar, ScalarLike
 from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
-from .._common._sharding import is_spread
+from .._common._sharding import is_sharded
 from .._common._tree import ravel_pytree
 from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, StackedBlock
 from .._linearisation._quadratic import Quadratic
@@ -56,7 +56,7 @@ class SparseLU(AbstractMethod):
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        if not super().fits(problem, filter) or is_spread() or not has_factorisation():
+        if not super().fits(problem, filter) or is_sharded() or not has_factorisation():
             return False
         return problem.jacobian.is_sparse
 

@@ -10,6 +10,7 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Int
 
+from .._common import _tree
 from .._common._checks import forwards_only, is_traced
 from .._common._progress import Bar
 from .._common._quickly import quickly
@@ -43,14 +44,6 @@ class FullBatchRun(NamedTuple):
     is_interrupted: bool
 
 
-def _size(start: tuple, data: tuple) -> int:
-    """Return the number of parameters times that of examples."""
-    parameters, _ = start
-    sizes = [x.size for x in jax.tree.leaves(parameters)]
-    lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
-    return sum(sizes) * max(lengths, default=1)
-
-
 def run(
     setting: StepSettings,
     data: tuple,
@@ -77,7 +70,8 @@ def run(
     num_rows = min(max_steps, _MOST_ROWS)
     sizes = max_steps, num_rows, history, types
     now, most, parts, is_interrupted = start, num_rows, [], False
-    size = _size(start, data)
+    lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
+    size = _tree.size(start[0]) * max(lengths, default=1)
     steps = _steps_quickly if size <= _SHORT else _steps
     # If steps are fast, a single call initialises the run and makes all steps for which
     # history is allocated.

@@ -1,4 +1,5 @@
-"""Groups of residuals as a function of the model's parameters."""
+"""Groups of residuals as a function of the model's parameters, and a check of the rows of
+these that an example reads."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -6,6 +7,9 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from .._common._canonical import canonical, of_one_example
@@ -15,20 +19,29 @@ from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
 from ._model import Frozen
 
 
+class Group(eqx.Module):
+    """A group of residuals without its data.
+
+    - `fn`: the residuals of the model and one example; without examples, of all data.
+    - `sampler`: a function of a key that draws the examples of each step.
+    - `select`: the rows of the parameters that an example reads.
+    - `at_once`: whether the group has no examples.
+    - `batch_size`: the number of examples that are chosen for each step.
+    """
+
+    fn: Callable[[Any, Any], PyTree[Array]]
+    sampler: Callable[[Array], PyTree[Array]] | None
+    select: Callable[[Any], PyTree[Array]] | None
+    sparsity: Sparsity | None
+    at_once: bool = eqx.field(static=True)
+    batch_size: int | None = eqx.field(static=True)
+
+
 class GroupNetwork(eqx.Module):
     """The counterpart of `Network` for a model and groups of residuals."""
 
     frozen: Frozen
-    fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
-    at_once: frozenset[str] = eqx.field(static=True, default=frozenset())
-    samplers: Mapping[str, Callable[[Array], PyTree[Array]]] = eqx.field(
-        default_factory=dict
-    )
-    batch_sizes: Mapping[str, int | None] = eqx.field(static=True, default_factory=dict)
-    selections: Mapping[str, Callable[[Any], PyTree[Array]]] = eqx.field(
-        default_factory=dict
-    )
-    sparsities: Mapping[str, Sparsity] = eqx.field(default_factory=dict)
+    groups: Mapping[str, Group]
     part_size: int | None = eqx.field(static=True, default=None)
 
     takes_key: ClassVar[bool] = False
@@ -37,75 +50,57 @@ class GroupNetwork(eqx.Module):
     @property
     def draws(self) -> bool:
         """Whether examples are drawn or chosen for each step."""
-        return bool(self.samplers) or any(self.batch_sizes.values())
+        groups = self.groups.values()
+        return any(group.sampler is not None or group.batch_size for group in groups)
 
     def drawn(self, data: tuple, key: Key[Array, ""]) -> tuple:
         """Return the data of a step, with examples drawn or chosen by `key`."""
         inputs, targets, weights = data
-        found = {}
-        for k, name in enumerate(sorted(self.fns)):
-            found[name] = inputs[name], targets[name]
-            own_key, size = jax.random.fold_in(key, k), self.batch_sizes.get(name)
-            sampler = self.samplers.get(name)
-            if sampler is not None:
-                found[name] = sampler(own_key), targets[name]
-            elif size is not None:
+        inputs, targets = dict(inputs), dict(targets)
+        for k, name in enumerate(sorted(self.groups)):
+            group, own_key = self.groups[name], jax.random.fold_in(key, k)
+            if group.sampler is not None:
+                inputs[name] = group.sampler(own_key)
+            elif group.batch_size is not None:
                 n = jax.tree.leaves(inputs[name])[0].shape[0]
-                chosen = jax.random.permutation(own_key, n)[:size]
-                found[name] = jax.tree.map(lambda x, c=chosen: x[c], found[name])
-        inputs, targets = ({k: x[i] for k, x in found.items()} for i in (0, 1))
+                chosen = jax.random.permutation(own_key, n)[: group.batch_size]
+                both = inputs[name], targets[name]
+                both = jax.tree.map(lambda x, c=chosen: x[c], both)
+                inputs[name], targets[name] = both
         return inputs, targets, weights
-
-    def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
-        """Return the first targets, one for each example of a step."""
-        sizes = {name: self.batch_sizes.get(name) for name in targets}
-        return {
-            name: jax.tree.map(lambda x, k=size: x[:k], targets[name])
-            for name, size in sizes.items()
-        }
 
     def function(self) -> Callable[[PyTree, Any], Any]:
         def structured(name: str) -> Callable:
-            if name in self.at_once:
-                return AtOnce(self._of(name), self.sparsities.get(name))
-            select = self.selections.get(name)
-            return self._of(name) if select is None else Selected(self._of(name), select)
+            fn, group = self._of(name), self.groups[name]
+            if group.at_once:
+                return AtOnce(fn, group.sparsity)
+            return fn if group.select is None else Selected(fn, group.select)
 
-        return PerGroup({name: structured(name) for name in self.fns}, self.part_size)
+        return PerGroup({name: structured(name) for name in self.groups}, self.part_size)
 
     def _of(self, name: str) -> Callable[[PyTree, Any], PyTree[Array]]:
         """Return a group's function of the parameters and one example."""
-        at_once, fn = name in self.at_once, self.fns[name]
-        return eqx.Partial(_residuals, name, at_once, self.frozen, fn)
+        group = self.groups[name]
+        return eqx.Partial(_residuals, name, group.at_once, self.frozen, group.fn)
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
         """Return an equivalent network, compared by what the groups compute from inputs
         of these shapes."""
-        fns, selections = {}, {}
-        for name in self.fns:
-            given, read = inputs[name], parameters
-            example = given if name in self.at_once else of_one_example(given)
-            select = self.selections.get(name)
+        groups = {}
+        for name, group in self.groups.items():
+            given, select, read = inputs[name], group.select, parameters
+            example = given if group.at_once else of_one_example(given)
             if select is not None:
-                selections[name] = canonical(select, example)
+                select = canonical(select, example)
                 read = jax.eval_shape(gathered, read, jax.eval_shape(select, example))
-            fns[name] = canonical(self._of(name), read, example)
+            fn = canonical(self._of(name), read, example)
+            groups[name] = dataclasses.replace(group, fn=fn, select=select)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
-        changes = {"frozen": frozen, "fns": fns, "selections": selections}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, frozen=frozen, groups=groups)
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
         return inputs
-
-    def outputs(self, parameters: PyTree, args: PyTree) -> PyTree[Array]:
-        return self.function()(parameters, args)
-
-    def is_random(self, parameters: PyTree, args: PyTree) -> bool:
-        return False
-
-    def in_inference(self) -> "GroupNetwork":
-        return self
 
 
 def _residuals(
@@ -124,7 +119,7 @@ def _residuals(
             raise
         what = f"The function of the group {name!r} is called with the model and "
         what += "`args`, as the group has no `data`" if at_once else "one example"
-        raise failed(what, error, at_once) from error
+        raise _failed(what, error, at_once) from error
     leaves = jax.tree.leaves(residuals)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
         raise ValueError(
@@ -134,6 +129,50 @@ def _residuals(
     return residuals
 
 
-def failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
+def _failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
     how = "" if at_once else ", without the data's leading axis"
     return ValueError(f"{what}{how}, but failed: {first_line(error)}.")
+
+
+def check_selection(
+    name: str, select: Callable[[Any], Any], data: Any, parameters: PyTree[Array]
+) -> None:
+    """Raise `ValueError` if the `select` of a group fails, or selects invalid rows of
+    concrete data."""
+    if callable(data):
+        data = jax.eval_shape(data, jax.random.key(0))
+    unknown = Tracer | jax.ShapeDtypeStruct
+    known = not any(isinstance(x, unknown) for x in jax.tree.leaves(data))
+    select_all = jax.vmap(select)
+    try:
+        rows = jax.eval_shape(select_all, data)
+        if known:
+            with jax.ensure_compile_time_eval():  # concrete even while tracing
+                rows = select_all(data)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"`select` of the group {name!r} is called with one example"
+        raise _failed(what, error) from error
+    structure = jax.tree.structure(parameters)
+    if jax.tree.structure(rows) != structure:
+        raise ValueError(
+            f"`select` of the group {name!r} must return the structure of the model's "
+            f"trained arrays, {structure}, but returns {jax.tree.structure(rows)}."
+        )
+    leaves = jax.tree.leaves(rows), jax.tree.leaves(parameters)
+    for chosen, array in zip(*leaves, strict=True):
+        if not jnp.issubdtype(chosen.dtype, jnp.integer) or array.ndim == 0:
+            raise ValueError(
+                f"`select` of the group {name!r} must return whole numbers, the rows of "
+                f"each array, but for an array of the shape {array.shape} it returns "
+                f"numbers of dtype {chosen.dtype}."
+            )
+        if not isinstance(chosen, Array) or isinstance(chosen, Tracer):
+            continue
+        chosen = np.asarray(chosen)
+        bad = np.flatnonzero((chosen < 0) | (chosen >= array.shape[0]))
+        if bad.size > 0:
+            wrong, each = chosen.ravel()[bad[0]], max(1, chosen.size // len(chosen))
+            raise ValueError(
+                f"Example {bad[0] // each} of the group {name!r} selects row {wrong} of "
+                f"an array that has {array.shape[0]} rows."
+            )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._common._canonical import canonical, needed, of_one_example
+from .._common._canonical import canonical, of_one_example
 from .._common._checks import first_line, is_own
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
@@ -229,33 +229,12 @@ class Network(eqx.Module):
         program = canonical(eqx.Partial(_apply, self), parameters, example)
         return dataclasses.replace(self, frozen=Frozen(None, (), None), program=program)
 
-    def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
-        """Return the outputs alone."""
-        found = self.function()(parameters, args)
-        return found[0] if self.has_state else found
-
-    def is_random(self, parameters: PyTree, args: tuple) -> bool:
-        """Whether the outputs depend on the keys, according to the jaxpr."""
-        if not self.takes_key:
-            return False
-        inputs, keys, *state = args
-
-        def of_keys(keys):
-            return self.outputs(parameters, (inputs, keys, *state))
-
-        program = jax.make_jaxpr(of_keys)(keys).jaxpr
-        return not needed(program).isdisjoint(program.invars)
-
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
         return (inputs, keys, state) if self.has_state else (inputs, keys)
 
     def drawn(self, data: tuple, key: Array) -> tuple:
         """Return the examples of a step, which here are all of `data`."""
         return data
-
-    def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
-        """Return the targets of a step, which here are all of them."""
-        return targets
 
     def keywords(self, key: Array | None) -> dict[str, Array | None]:
         return {"key": key} if self.takes_key else {}

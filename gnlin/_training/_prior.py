@@ -23,14 +23,12 @@ class Prior(eqx.Module):
 
     @staticmethod
     def of(
-        deviation: ScalarLike | None, loss: AbstractLoss, data: tuple, share: float = 1.0
-    ) -> "Prior | None":
-        """Return the prior beside a reduced loss of all data; `None` without a deviation.
+        deviation: ScalarLike, loss: AbstractLoss, data: tuple, share: float = 1.0
+    ) -> "Prior":
+        """Return the prior beside a reduced loss of all data.
 
         - `share`: how many of the examples a batch has, as a part of all.
         """
-        if deviation is None:
-            return None
         check_scalar("prior", deviation)
         check_finite_positive("prior", deviation)
         _, targets, weights = data
@@ -49,7 +47,3 @@ class Prior(eqx.Module):
         own = BatchLoss(SquaredError(), parameters, targets, factor=self.weight)
         parts = {"data": objective, "prior": own}
         return GroupLoss(parts=parts, is_sample=objective.is_sample)
-
-
-PARTS = "data", "prior"
-"""The parts of an objective with a prior, by which the history names their losses."""

@@ -27,9 +27,8 @@ from ..losses import (
 )
 from ..losses._base import check_loss
 from ._data import a_kind_of, as_arrays, rows_not_finite
-from ._group_network import GroupNetwork
+from ._group_network import check_selection, Group, GroupNetwork
 from ._model import partition
-from ._selection import check_selection
 
 
 class Residuals(AbstractRecognised):
@@ -182,7 +181,7 @@ class Groups(AbstractRecognised):
         _, network, data, losses = of_groups(y, groups, lambda _: True)
         inputs, targets, _ = data
         inputs = {k: args if groups[k].data is None else x for k, x in inputs.items()}
-        outputs = eqx.filter_eval_shape(network.outputs, y, inputs)
+        outputs = eqx.filter_eval_shape(network.function(), y, inputs)
         losses.check(outputs, targets)
         objective = objective_of(losses, outputs, (inputs, targets, None))
         return network.function(), inputs, objective
@@ -274,7 +273,15 @@ def of_groups(
 ) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
     """Return (parameters, network, data, losses)."""
     parameters, frozen = partition(model, filter_spec, called=False)
-    samplers = {name: g.data for name, g in groups.items() if callable(g.data)}
+    sizes = _batch_sizes(groups, batch_size)
+    inputs, of_network = {}, {}
+    dtype = _tree.dtype(parameters)
+
+    def wide(x: Any) -> Any:
+        # Derivatives by a point have its precision, so give it that of the parameters.
+        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float and x.dtype.itemsize < dtype.itemsize else x
+
     for name, group in groups.items():
         if jnp.size(group.weight) != 1:
             raise ValueError(
@@ -283,36 +290,25 @@ def of_groups(
             )
         if group.select is not None:
             check_selection(name, group.select, group.data, parameters)
-    network = GroupNetwork(
-        frozen,
-        {name: group.fn for name, group in groups.items()},
-        at_once=frozenset(k for k, g in groups.items() if g.data is None),
-        samplers=samplers,
-        batch_sizes=_batch_sizes(groups, batch_size),
-        selections={k: g.select for k, g in groups.items() if g.select is not None},
-        sparsities={k: g.sparsity for k, g in groups.items() if g.sparsity is not None},
-        part_size=part_size,
-    )
-    # Derivatives by a point have its precision, so give it that of the parameters.
-    dtype = _tree.dtype(parameters)
-    wide = lambda x: x.astype(dtype) if _is_coarser(x, dtype) else x
-    inputs = {
-        name: None if name in samplers else jax.tree.map(wide, group.data)
-        for name, group in groups.items()
-    }
-    targets = {name: group.targets for name, group in groups.items()}
+        is_drawn = callable(group.data)
+        inputs[name] = None if is_drawn else jax.tree.map(wide, group.data)
+        of_network[name] = Group(
+            group.fn,
+            sampler=group.data if is_drawn else None,
+            select=group.select,
+            sparsity=group.sparsity,
+            at_once=group.data is None,
+            batch_size=sizes.get(name),
+        )
+    network = GroupNetwork(frozen, of_network, part_size)
     losses = GroupLosses(
         {name: group.loss for name, group in groups.items()},
         {name: group.weight for name, group in groups.items()},
         # Examples that are chosen from data by a batch size may be noisy.
-        is_drawn=bool(samplers) and not any(network.batch_sizes.values()),
+        is_drawn=network.draws and not any(sizes.values()),
     )
+    targets = {name: group.targets for name, group in groups.items()}
     return parameters, network, (inputs, targets, None), losses
-
-
-def _is_coarser(x: Any, dtype: jnp.dtype) -> bool:
-    is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-    return is_float and x.dtype.itemsize < dtype.itemsize
 
 
 def _batch_sizes(

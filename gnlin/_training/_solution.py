@@ -198,21 +198,6 @@ class Solution(eqx.Module, Generic[Model]):
         return f"Solution({name}, {ended}, {what} {from_to or 'unknown'})"
 
 
-NO_GRADIENT = (
-    "the gradient is exactly zero. Do the outputs depend on the parameters that are "
-    "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
-)
-
-
 def on_host(tree: PyTree) -> PyTree:
     """Convert scalar arrays to Python numbers."""
     return jax.tree.map(lambda x: np.asarray(x).item(), tree)
-
-
-def in_words(result: str, num_steps: int, why: str = "") -> str:
-    """Return `Solution.reason`; `why` explains a failure."""
-    if result == "nonlinear_max_steps_reached":
-        all_of = "the only step was" if num_steps == 1 else f"all {num_steps} steps were"
-        return f"{all_of} made"
-    ended = "converged" if result == "successful" else why.split(";")[0]
-    return f"step {num_steps}: {ended}"

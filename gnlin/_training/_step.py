@@ -1,17 +1,17 @@
 """One training step of a network on a batch, used by both drivers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._sharding import Places, spread
+from .._common._canonical import needed
+from .._common._sharding import Places, sharded
 from .._jacobian import WithPrior
 from .._linearisation._linearisation import linearised
 from .._linearisation._objective import (
@@ -20,20 +20,12 @@ from .._linearisation._objective import (
     GroupLosses,
     objective_of,
 )
-from .._solver import (
-    AbstractGaussNewton,
-    LAST_FINITE,
-    print_row,
-    result_name,
-    State,
-    Watch,
-    why_it_ended,
-)
+from .._solver import AbstractGaussNewton, print_row, State, Watch
 from ..losses import AbstractLoss
 from ._group_network import GroupNetwork
 from ._model import Network
 from ._prior import Prior
-from ._solution import columns_of, losses_by_group
+from ._solution import columns_of
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]
@@ -69,6 +61,13 @@ class StepSettings(NamedTuple):
     places: Places = Places()
     prior: Prior | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the objective's parts, if it has several."""
+        if self.prior is not None:
+            return "data", "prior"
+        return self.loss.names if isinstance(self.loss, GroupLosses) else ()
+
     def function(self) -> Callable[[PyTree, Any], Any]:
         """Return the function whose outputs the objective takes."""
         fn = self.network.function()
@@ -85,8 +84,7 @@ class StepSettings(NamedTuple):
     def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:
         """Return the network's `args` for step `number`. Keys and augmentation differ
         between steps, and are the same in all evaluations within a step."""
-        key = key_of_steps(jax.random.key(0)) if self.key is None else self.key
-        key, augment_key = jax.random.split(jax.random.fold_in(key, number))
+        key, augment_key = jax.random.split(self._key(number))
 
         def of_each(key: Key[Array, ""]) -> Key[Array, " n"]:
             return jax.random.split(key, jax.tree.leaves(inputs)[0].shape[0])
@@ -98,12 +96,26 @@ class StepSettings(NamedTuple):
 
     def drawn(self, data: tuple, number: ScalarLike) -> tuple:
         """Return the data of step `number`, for which groups may draw new examples."""
-        key = jax.random.key(0) if self.key is None else self.key
-        return self.network.drawn(data, jax.random.fold_in(key, number))
+        return self.network.drawn(data, self._key(number))
+
+    def _key(self, number: ScalarLike) -> Key[Array, ""]:
+        key = key_of_steps(jax.random.key(0)) if self.key is None else self.key
+        return jax.random.fold_in(key, number)
+
+    def outputs(self, parameters: PyTree[Array], args: Any) -> PyTree[Array]:
+        """Return the outputs, without the model's state."""
+        found = self.function()(parameters, args)
+        return found[0] if self.network.has_state else found
 
     def is_random(self, parameters: PyTree[Array], args: Any) -> bool:
-        """Whether outputs of the same examples differ between steps."""
-        return self.augment is not None or self.network.is_random(parameters, args)
+        """Whether outputs of the same examples differ between steps, according to the
+        jaxpr."""
+        if self.augment is not None or not self.network.takes_key:
+            return self.augment is not None
+        inputs, keys, *state = args
+        of_keys = lambda keys: self.outputs(parameters, (inputs, keys, *state))
+        program = jax.make_jaxpr(of_keys)(keys).jaxpr
+        return not needed(program).isdisjoint(program.invars)
 
 
 def key_of_steps(key: Key[Array, ""]) -> Key[Array, ""]:
@@ -115,13 +127,16 @@ def checked_outputs(
     setting: StepSettings, parameters: PyTree, model_state: PyTree, example: tuple
 ) -> Shapes:
     """Return the shapes of the outputs, after checking the targets against them."""
-    inputs, *_ = jax.eval_shape(setting.drawn, example, 0)
-    # Unlike drawn targets, which are traced here, these have values to check.
-    targets = setting.network.as_many(example[1])
+    inputs, drawn, _ = jax.eval_shape(setting.drawn, example, 0)
+
+    def leading(x, like):
+        return x if x.shape == like.shape else x[: len(like)]
+
+    # As many targets as are drawn; but those are traced, and these have values to check.
+    targets = jax.tree.map(leading, example[1], drawn)
 
     def forward(parameters, inputs, state):
-        found = setting.function()(parameters, setting.args(inputs, 0, state))
-        return found[0] if setting.network.has_state else found
+        return setting.outputs(parameters, setting.args(inputs, 0, state))
 
     outputs = eqx.filter_eval_shape(forward, parameters, inputs, model_state)
     setting.loss.check(outputs if setting.prior is None else outputs["data"], targets)
@@ -139,7 +154,7 @@ def all_checked(
     for batch in batches:
         kind = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch[0]))
         if kind in outputs:
-            setting.loss.check(outputs[kind], setting.network.as_many(batch[1]))
+            setting.loss.check(outputs[kind], batch[1])
         else:
             outputs[kind] = checked_outputs(setting, parameters, model_state, batch)
     return next(iter(outputs.values()))
@@ -174,9 +189,9 @@ def advanced(
     - `is_random`: whether outputs of the same examples differ between steps.
     """
     solver, fn, has_aux = setting.solver, setting.function(), setting.network.has_state
-    evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
+    evaluate = lambda y: setting.outputs(y, args)
     if setting.streaming:
-        with spread(setting.places):
+        with sharded(setting.places):
             y, state, now, aux = solver.advance_stream(
                 objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
             )
@@ -184,7 +199,7 @@ def advanced(
         budget, begun = solver.memory_budget, carry.solver_state
         point = solver.next_point(carry.parameters, begun)
         lin, aux = linearised(fn, point, args, has_aux, budget)
-        with spread(setting.places):
+        with sharded(setting.places):
             y, state = solver.advance(
                 objective, lin, evaluate, begun, same_examples=not is_random
             )
@@ -219,26 +234,3 @@ def advanced(
     columns = columns_of(objective.names)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
     return Carry(y, state, model_state, watch), row, moved
-
-
-def group_not_finite(row: Mapping[str, float]) -> str:
-    """Return a sentence that names the first group whose loss is not finite in a row of
-    the history, or ""."""
-    for name, loss in losses_by_group(row).items():
-        if not np.isfinite(loss):
-            return f"The loss of the group {name!r} is not finite."
-    return ""
-
-
-def why_it_failed(setting: StepSettings, carry: Carry) -> str:
-    """Return the reason of a failure in words."""
-    state = carry.solver_state
-    if result_name(state.result) == "nonfinite":
-        report = state.report
-        what = "the step" if jnp.isfinite(report.loss) else "the loss"
-        what += " is not finite"
-        if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
-            what = "its damping, or another setting of the solver, is out of range"
-        return f"{what}; {LAST_FINITE}."
-    far = carry.watch is not None and bool(carry.watch.diverges)
-    return why_it_ended(state.result, setting.divergence if far else None)

@@ -35,30 +35,23 @@ class Log(Callback):
             )
         self.write = write
         self.every = every
-        self._seen: set[str] = set()
+        self._written: set[str] = set()
 
     def on_start(self, run: Run) -> None:
-        self._seen = set(_figures(run))
+        self._written = set(_figures(run))
 
     def on_step(self, run: Run) -> None:
-        self._seen = {"step"} if run.step % self.every == 0 else set(_figures(run))
-        self._write(run)
-
-    def on_feature_update(self, run: Run) -> None:
-        self._write(run)
-
-    def on_validation(self, run: Run) -> None:
-        self._write(run)
-
-    def on_epoch(self, run: Run) -> None:
+        self._written = {"step"} if run.step % self.every == 0 else set(_figures(run))
         self._write(run)
 
     def _write(self, run: Run) -> None:
         """Write the figures of the latest row that were not there before."""
         for name, value in _figures(run).items():
-            if name not in self._seen:
-                self._seen.add(name)
+            if name not in self._written:
+                self._written.add(name)
                 self.write(name, value, run.step)
+
+    on_feature_update = on_validation = on_epoch = _write
 
 
 def _figures(run: Run) -> dict[str, float]:

@@ -1,0 +1,122 @@
+"""How a run ended, in words; and doubts about a run that ended well: it has not moved, or
+its loss has risen."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._solver import LAST_FINITE, result_name, why_it_ended
+from ._solution import losses_by_group
+from ._step import Carry, StepSettings
+
+
+# A run of fewer steps is not judged, unless it has converged.
+_LOOKED_BACK = 10
+# The loss has risen if it is more than this multiple of the first loss.
+_WORSE = 2.0
+# Across batches it has also risen if the mean of the last losses exceeds the first loss,
+# and more than this part of all pairs of an early and a late loss rise.
+_RISEN = 0.9
+_NO_GRADIENT = (
+    "the gradient is exactly zero. Do the outputs depend on the parameters that are "
+    "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
+)
+
+
+def in_words(result: str, num_steps: int, why: str = "") -> str:
+    """Return `Solution.reason`; `why` explains a failure."""
+    if result == "nonlinear_max_steps_reached":
+        all_of = "the only step was" if num_steps == 1 else f"all {num_steps} steps were"
+        return f"{all_of} made"
+    ended = "converged" if result == "successful" else why.split(";")[0]
+    return f"step {num_steps}: {ended}"
+
+
+def why_it_failed(setting: StepSettings, carry: Carry) -> str:
+    """Return the reason of a failure in words."""
+    state = carry.solver_state
+    if result_name(state.result) == "nonfinite":
+        report = state.report
+        what = "the step" if jnp.isfinite(report.loss) else "the loss"
+        what += " is not finite"
+        if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
+            what = "its damping, or another setting of the solver, is out of range"
+        return f"{what}; {LAST_FINITE}."
+    far = carry.watch is not None and bool(carry.watch.diverges)
+    return why_it_ended(state.result, setting.divergence if far else None)
+
+
+def group_not_finite(row: Mapping[str, float]) -> str:
+    """Return a sentence that names the first group whose loss is not finite in a row of
+    the history, or ""."""
+    for name, loss in losses_by_group(row).items():
+        if not np.isfinite(loss):
+            return f"The loss of the group {name!r} is not finite."
+    return ""
+
+
+def after_full_batch(
+    rows: Mapping[str, np.ndarray], last: float, *, converged: bool
+) -> str:
+    """Return what is to be doubted about a run of `gnlin.solve`, in a sentence; or "".
+
+    - `rows`: the history.
+    - `last`: the loss at the end.
+    """
+    losses = rows["loss"]
+    if _has_not_moved(rows):
+        return f"`gnlin.solve` made no step: {_NO_GRADIENT}"
+    num_steps = len(losses)
+    judged = num_steps > 0 and (converged or num_steps >= _LOOKED_BACK)
+    if judged and _is_worse(float(losses[0]), last):
+        return (
+            f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
+            f"{losses[0]:.4g} to {last:.4g}: use `gnlin.LevenbergMarquardt()`, more "
+            "damping, a smaller learning rate or fewer inner steps."
+        )
+    changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0
+    for name, own in losses_by_group(rows).items():
+        # The loss of a group is the same in all rows, to the last digit.
+        if np.any(own) and changes(losses) and not changes(own):
+            return (
+                f"`gnlin.solve` has not changed the loss of the group {name!r}: its "
+                "residuals may not depend on the parameters that are trained, as second "
+                "derivatives of a ReLU do not."
+            )
+    return ""
+
+
+def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
+    """Return what is to be doubted about a run of `gnlin.fit`, in a sentence; or "".
+
+    - `rows`: the history.
+    """
+    losses = rows["loss"]
+    if _has_not_moved(rows):
+        return f"`gnlin.fit` made no step: {_NO_GRADIENT}"
+    if not made_all or len(losses) < _LOOKED_BACK:
+        return ""
+    some = min(_LOOKED_BACK, len(losses) // 2)
+    early, late = losses[:some], losses[-some:]
+    # A loss of zero, as of a batch whose targets are met, is no measure.
+    first = float(next((loss for loss in losses if loss != 0), 0.0))
+    last = float(np.mean(late))
+    # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
+    risen = last > first and np.mean(late > early[:, None]) > _RISEN
+    if not (risen or _is_worse(first, last)):
+        return ""
+    return (
+        f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {first:.3g} "
+        f"to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more damping or a smaller "
+        "learning rate."
+    )
+
+
+def _is_worse(first: float, last: float) -> bool:
+    """Whether a loss has risen far; it may be negative."""
+    return last > first + (_WORSE - 1) * abs(first)
+
+
+def _has_not_moved(rows: Mapping[str, np.ndarray]) -> bool:
+    return bool(np.any(rows["loss"])) and not np.any(rows["gradient_norm"])
