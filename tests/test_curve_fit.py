@@ -1556,3 +1556,32 @@ def test_without_damping_there_is_no_prior():
     lin = gnlin.linearise(lambda y, _: y**2, jnp.ones(3))
     with pytest.raises(ValueError, match="`damping` must be greater than 0"):
         gnlin.predict.predictive_variance(lin, lin, 0.0)
+
+
+def test_a_square_sigma_of_as_many_data_sets_as_points():
+    """It is a standard deviation for each point, inside a compiled function too. The
+    covariance of all data sets has one more axis."""
+    n = 12
+    x = np.linspace(0, 3, n)
+    covariance = 0.01 * (1 + np.eye(n))
+    noise = (
+        np.random.default_rng(7).normal(size=(n, n)) @ np.linalg.cholesky(covariance).T
+    )
+    ys = 2 * np.exp(-0.7 * x) + noise
+    model = lambda p, x: p[0] * jnp.exp(-p[1] * x)
+
+    def fitted(sigma):
+        return gnlin.curve_fit(model, x, ys, np.ones(2), sigma=sigma).parameters
+
+    def of_scipy(sigmas):
+        f = lambda x, a, b: a * np.exp(-b * x)
+        pairs = zip(ys, sigmas, strict=True)
+        each = [scipy.optimize.curve_fit(f, x, y, [1, 1], sigma=s)[0] for y, s in pairs]
+        return np.stack(each)
+
+    with pytest.warns(UserWarning, match="standard deviation of each point"):
+        deviations = fitted(covariance)
+    np.testing.assert_allclose(deviations, of_scipy(covariance), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(fitted)(covariance), deviations, rtol=1e-9)
+    shared = fitted(covariance[None])
+    np.testing.assert_allclose(shared, of_scipy([covariance] * n), rtol=1e-5)

@@ -613,3 +613,60 @@ def test_shares_that_are_met_exactly_are_not_separated():
     fit = gnlin.curve_fit(line, x, y, START, loss=gnlin.losses.BinomialNLL(10))
     shares = scipy.special.expit(line(fit.parameters, x))
     np.testing.assert_allclose(shares, y / 10, rtol=1e-12)
+
+
+class StudentT(gnlin.authoring.AbstractLoss):
+    """Two degrees of freedom, and the scale 0.3."""
+
+    reduction: str | None = None
+
+    def value(self, outputs, target):
+        return 1.5 * jnp.log1p(((outputs - target) / 0.3) ** 2 / 2)
+
+
+def test_errors_of_a_loss_that_is_not_convex_are_of_its_whole_curvature():
+    generator = np.random.default_rng(0)
+    x = np.linspace(0, 3, 80)
+    y = 1 - x + 0.3 * generator.standard_t(2, size=80)
+    line = lambda p, x: p[0] + p[1] * x
+    fit = gnlin.curve_fit(line, x, y, np.array([0.8, -0.8]), loss=StudentT())
+    u = (y - line(np.asarray(fit.parameters), x)) / 0.3
+    second = 1.5 * (1 - u**2 / 2) / (1 + u**2 / 2) ** 2 / 0.09
+    assert np.any(second < 0)
+    rows = np.stack([np.ones(80), x], axis=1)
+    expected = np.linalg.inv(rows.T @ (second[:, None] * rows))
+    np.testing.assert_allclose(fit.covariance_matrix, expected, rtol=1e-7)
+
+
+def test_the_upper_limit_of_a_rate_at_its_bound():
+    x = np.linspace(0, 10, 60)
+    line = np.exp(-0.5 * ((x - 5) / 0.5) ** 2)
+    y = np.random.default_rng(2).poisson(5.0, 60)
+    y[28:33] = 2
+    fit = gnlin.curve_fit(
+        lambda p, line: p["area"] * line + p["back"],
+        line,
+        y,
+        {"area": 1.0, "back": 4.0},
+        bounds={"area": (0, None), "back": (0, None)},
+        loss=gnlin.losses.PoissonNLL(log_input=False),
+    )
+    low, high = fit.confidence_intervals()
+
+    def profile(area):
+        def nll(back):
+            rate = area * line + back
+            return np.sum(rate - y * np.log(rate))
+
+        options = {"xatol": 1e-10}
+        found = scipy.optimize.minimize_scalar(
+            nll, bounds=(0.1, 20), method="bounded", options=options
+        )
+        return found.fun
+
+    rise = 0.5 * scipy.stats.chi2.ppf(0.95, 1)
+    expected = scipy.optimize.brentq(lambda a: profile(a) - profile(0) - rise, 0, 20)
+    assert fit.at_bound["area"] == -1
+    assert low["area"] == 0
+    np.testing.assert_allclose(high["area"], expected, rtol=1e-4)
+    assert low["back"] < 5 < high["back"]

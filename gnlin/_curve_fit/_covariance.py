@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Scalar
 
 from .._common._tree import matmul
-from .._linear_algebra import _small_svd
+from .._linear_algebra import _lapack, _small_svd
 
 
 # A parameter is undetermined if more than this part of it lies in directions that do not
@@ -37,6 +37,15 @@ class Covariance(NamedTuple):
         both = self.determined[:, None] & self.determined[None, :]
         unknown = jnp.where(jnp.eye(self.determined.size, dtype=bool), jnp.inf, jnp.nan)
         return jnp.where(both, known, unknown.astype(known.dtype))
+
+    def less(self, rows: Float[Array, "m k"]) -> "Covariance":
+        r"""Return the covariance $(J^\top J - N^\top N)^{-1}$, where N are the rows
+        given; NaN if this is not positive."""
+        lost = matmul(rows, self.factor)
+        identity = jnp.eye(len(self.factor), dtype=lost.dtype)
+        w, q = _lapack.eigh(identity - matmul(lost.T, lost))
+        roots = jnp.where(w > 0, 1 / jnp.sqrt(jnp.where(w > 0, w, 1)), jnp.nan)
+        return self._replace(factor=matmul(self.factor, q * roots[None]))
 
 
 def covariance(

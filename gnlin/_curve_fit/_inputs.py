@@ -1,5 +1,6 @@
 """Checks of the data of `curve_fit`, and their conversion to one form."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -286,20 +287,19 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
     rows and columns of missing points are replaced by those of the identity."""
     m, shape = y.shape[-1], np.shape(sigma) if _is_array(sigma) else ()
     (of_y, *others) = [v.shape for v in jax.tree.leaves(values.of_one())]
-    if shape != (m, m) or (not others and of_y == shape):
+    if shape not in ((m, m), (1, m, m)) or (not others and of_y == shape):
         return None
-    # With m data sets of m points, an m x m array may be one or the other: it is taken as
-    # a covariance if it is symmetric and positive definite.
-    unclear = y.shape == shape
+    if y.shape == shape:  # m data sets of m points
+        _warn_of_covariance(sigma)
+        return None
     are_traced = is_traced((sigma, missing))
-    if are_traced and unclear:
-        return None
     numpy: Any = jnp if are_traced else np
     # Data sets that miss the same points share one factor.
     if missing.ndim == 2 and not are_traced and np.all(missing == missing[:1]):
         missing = missing[0]
     unknown = missing[..., :, None] | missing[..., None, :]
     identity, given = numpy.eye(m, dtype=y.dtype), numpy.asarray(sigma, y.dtype)
+    given = given.reshape(m, m)
     given = numpy.where(unknown, identity, given)
     factor = jnp.linalg.cholesky(jnp.asarray(given))
     if are_traced:
@@ -307,10 +307,21 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
     symmetric = np.all(np.isfinite(given)) and _is_symmetric(given)
     if symmetric and np.all(np.isfinite(factor)):
         return factor
-    if unclear:
-        return None
     must = "positive definite" if symmetric else "symmetric and finite"
     raise ValueError(f"`sigma` is a covariance and must be {must}.")
+
+
+def _warn_of_covariance(sigma: Any) -> None:
+    """Warn if standard deviations of m data sets of m points could be a covariance."""
+    if is_traced(sigma) or len(sigma) == 1 or not _is_symmetric(np.asarray(sigma)):
+        return
+    if np.all(np.linalg.eigvalsh(sigma) > 0):
+        warnings.warn(
+            f"`sigma` of the shape {np.shape(sigma)} is read as the standard deviation "
+            f"of each point of {len(sigma)} data sets: for a covariance that they share, "
+            "pass `sigma[None]`.",
+            stacklevel=6,
+        )
 
 
 def _is_symmetric(matrix: np.ndarray) -> bool:

@@ -97,6 +97,12 @@ def is_likelihood(loss: AbstractLoss) -> bool:
     return not isinstance(loss, SquaredError | AbstractRobust)
 
 
+def is_own(loss: AbstractLoss) -> bool:
+    """Whether a likelihood is the user's own."""
+    of_gnlin = BinomialNLL | NegativeBinomialNLL | PoissonNLL | TobitNLL
+    return is_likelihood(loss) and not isinstance(loss, of_gnlin)
+
+
 def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwiseLoss:
     """Flatten the loss's own arrays, such as numbers of trials, like the points."""
     leaves = jax.tree.leaves(of_y)

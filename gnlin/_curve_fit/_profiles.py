@@ -47,7 +47,15 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         width = np.where(is_inner, quantile * errors, np.nan)
         return of_all(best - width), of_all(best + width)
     box = flat_box(setting.solver.bounds, end.parameters)
-    unit_of_loss = end.bend * end.factor(setting)
+    unit_of_loss = float(end.bend * end.factor(setting))
+    # At a bound the loss has a slope. If it were linear, this would be the end of the
+    # interval divided by the quantile.
+    free_only = lambda y, pull: None if y is None else pull
+    is_none = lambda x: x is None
+    pulls = jax.tree.map(free_only, end.parameters, fit.multipliers, is_leaf=is_none)
+    with np.errstate(divide="ignore"):
+        slopes = np.abs(np.asarray(_tree.ravel_pytree(pulls)[0]))
+        if_linear = 0.5 * quantile * unit_of_loss / slopes
 
     def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray]:
         """Refit with parameter `k` held at a value. Return how far the loss has risen, as
@@ -65,10 +73,14 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         return np.inf if np.isnan(rise) else max(rise, 0.0) ** 0.5, start
 
     def end_of(k: int, sign: int) -> float:
-        if not (is_inner[k] and np.isfinite(errors[k]) and errors[k] > 0):
-            return np.nan
         centre, unit, start = float(best[k]), float(errors[k]), best
         reach = float(box.upper[k]) - centre if sign > 0 else centre - float(box.lower[k])
+        if not is_inner[k]:
+            if reach == 0:
+                return centre
+            unit = if_linear[k]
+        if not (np.isfinite(unit) and unit > 0):
+            return np.nan
         # A bracket of the end, and the step into it, in standard errors.
         near, far, step, distance = 0.0, np.inf, quantile, 0.0
         is_astray = False

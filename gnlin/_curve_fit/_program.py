@@ -116,6 +116,7 @@ def _fitted(
     slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, here.pull))["curve"]
     jacobian, of_x = jnp.split(matrix, [_tree.size(parameters)], axis=1)
     nonfinite = NonFinite.of(lin.outputs, jacobian)
+    concave = None if here.concave is None else here.concave[:, None] * jacobian
     unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
@@ -131,9 +132,8 @@ def _fitted(
             chi_squared=data.spread**2 * totals.chi_squared,
             noise=data.spread * totals.noise,
         )
-    fitted, found = as_fitted(
-        setting, parameters, end.loss, slope, jacobian, is_seen, totals, nonfinite
-    )
+    known = slope, jacobian, is_seen, totals, nonfinite, concave
+    fitted, found = as_fitted(setting, parameters, end.loss, *known)
     return fitted, found | {
         "residuals": residuals[: data.y.size],
         "x": None if data.sigma_x is None else data.moved(variables["x"]),

@@ -13,7 +13,7 @@ from .._common._tree import ravel_pytree
 from ..losses import SquaredError
 from ..losses._robust import AbstractRobust
 from ._covariance import Covariance, covariance
-from ._likelihood import Likelihood
+from ._likelihood import is_own, Likelihood
 from ._not_finite import NonFinite
 from ._problem import FitSettings, flat_box, Posed
 from ._undetermined import Totals
@@ -54,12 +54,14 @@ def as_fitted(
     is_seen: Array,
     totals: Totals,
     nonfinite: NonFinite,
+    concave: Float[Array, "n k"] | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a run, and the statistics by their names in `CurveFit`.
 
     - `slope`: the derivative of the loss by each parameter.
     - `jacobian`: of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
+    - `concave`: the Jacobian times the root of the loss's negative curvature.
     """
     y, pull = ravel_pytree(parameters)[0], ravel_pytree(slope)[0]
     box = flat_box(setting.solver.bounds, parameters)
@@ -68,6 +70,8 @@ def as_fitted(
     jacobian = jnp.where(jnp.isfinite(totals.chi_squared), jacobian, jnp.nan)
     number, chi_squared = totals.num_points, totals.chi_squared
     known = covariance(jacobian, ~held, is_seen, number)
+    if concave is not None:
+        known = known.less(concave)
     num_free = known.rank.astype(number.dtype)
     dof = number - num_free
     variance = bend = noise = jnp.ones_like(number)
@@ -156,6 +160,8 @@ class Misfit(NamedTuple):
     - `root`: the root of the loss's curvature. Where a robust loss is straight, it is
         that of the parabola that touches it.
     - `reduced`: `pull` divided by `root`.
+    - `concave`: the root of the negative part of the curvature of a likelihood of the
+        user's own; `None` for other losses, which are convex or have expected curvature.
     """
 
     outputs: Float[Array, " m"]
@@ -164,6 +170,7 @@ class Misfit(NamedTuple):
     root: Float[Array, " m"]
     reduced: Float[Array, " m"]
     totals: Totals
+    concave: Float[Array, " m"] | None
 
     @staticmethod
     def of(posed: Posed, outputs: Float[Array, " m"], *, has_noise: bool) -> "Misfit":
@@ -173,11 +180,16 @@ class Misfit(NamedTuple):
         noise = spread(residuals, counted) if has_noise else jnp.zeros_like(number)
         pull = counted * loss.derivative(outputs, target)
         root = counted * loss.root(outputs, target)
-        slopes = root**2
-        if isinstance(loss, AbstractRobust):
+        slopes, concave = root**2, None
+
+        def second() -> Float[Array, " m"]:
             derivative = lambda outputs: loss.derivative(outputs, target)
-            ones = jnp.ones_like(outputs)
-            slopes = counted * jax.jvp(derivative, (outputs,), (ones,))[1]
+            return counted * jax.jvp(derivative, (outputs,), (jnp.ones_like(outputs),))[1]
+
+        if isinstance(loss, Likelihood) and is_own(loss.loss):
+            concave = jnp.sqrt(jnp.maximum(-second(), 0))
+        if isinstance(loss, AbstractRobust):
+            slopes = second()
             root = jnp.where(root > 0, root, counted * loss.root_of_weight(residuals))
         reduced = jnp.where(root > 0, pull / jnp.where(root > 0, root, 1), 0)
         if isinstance(loss, Likelihood):
@@ -192,7 +204,7 @@ class Misfit(NamedTuple):
             squared_slopes=dot(slopes, slopes),
             noise=jnp.where(number > 0, number * noise, 0),
         )
-        return Misfit(outputs, residuals, pull, root, reduced, totals)
+        return Misfit(outputs, residuals, pull, root, reduced, totals, concave)
 
 
 # Ratio of median absolute deviation to standard deviation in a normal distribution.
