@@ -1585,3 +1585,30 @@ def test_a_square_sigma_of_as_many_data_sets_as_points():
     np.testing.assert_allclose(jax.jit(fitted)(covariance), deviations, rtol=1e-9)
     shared = fitted(covariance[None])
     np.testing.assert_allclose(shared, of_scipy([covariance] * n), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sigma",
+    [
+        np.array([[2, 1, 1], [1, 2, 1], [1, 1, 2]]),
+        np.array([[1, 2, 3], [1, 2, 3], [1, 2, 4]]),
+        np.array([[1, 1, np.inf], [1, 1, 1], [np.inf, 1, 1]]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`sigma` of the shape")
+def test_a_square_sigma_of_whole_or_infinite_numbers(sigma):
+    x = np.arange(3.0)
+    ys = 1 + x + np.array([[0.1, 0, -0.1], [0, 0.2, 0], [0.1, 0.1, 0]])
+    fit = gnlin.curve_fit(lambda p, x: p[0] + p[1] * x, x, ys, np.ones(2), sigma=sigma)
+    for found, y, s in zip(fit.parameters, ys, sigma, strict=True):
+        expected = np.polyfit(x, y, 1, w=1 / s)[::-1]
+        np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
+def test_starts_inside_a_compiled_function_need_bounds():
+    def losses(y):
+        wave = lambda p, x: jnp.sin(p * x)
+        return gnlin.curve_fit(wave, X, y, jnp.array(0.5), starts=8).losses
+
+    with pytest.raises(ValueError, match="between the bounds"):
+        jax.jit(losses)(Y)

@@ -670,3 +670,72 @@ def test_the_upper_limit_of_a_rate_at_its_bound():
     assert low["area"] == 0
     np.testing.assert_allclose(high["area"], expected, rtol=1e-4)
     assert low["back"] < 5 < high["back"]
+
+
+class OwnPoisson(gnlin.authoring.AbstractElementwiseLoss):
+    reduction: str | None = None
+
+    def elementwise(self, output, target):
+        return jnp.exp(output) - target * output
+
+
+class OwnCauchy(gnlin.authoring.AbstractElementwiseLoss):
+    reduction: str | None = None
+
+    def elementwise(self, output, target):
+        return jnp.log1p((output - target) ** 2)
+
+
+class ExpectedCauchy(OwnCauchy):
+    def root(self, output, target):
+        return jnp.ones_like(output)
+
+
+def straight(p, x):
+    return p[0] + p[1] * x
+
+
+def test_derivatives_of_the_errors_of_ones_own_likelihood():
+    x = np.linspace(0, 1, 12)
+    y = np.random.default_rng(0).poisson(np.exp(1 + x)).astype(float)
+
+    def error(y, loss):
+        fit = gnlin.curve_fit(straight, x, y, jnp.array([1.0, 1.0]), loss=loss)
+        return fit.standard_errors[1]
+
+    own = jax.grad(error)(y, OwnPoisson())
+    np.testing.assert_allclose(own, jax.grad(error)(y, gnlin.losses.PoissonNLL()), 1e-6)
+
+
+def test_derivatives_of_the_errors_of_a_loss_that_is_not_convex():
+    x = np.linspace(0, 1, 12)
+    y = 1 + x + 0.2 * np.sin(40 * x)
+    y[3] += 4.0
+    start = jnp.array([1.0, 1.0])
+    error = lambda y: gnlin.curve_fit(
+        line, x, y, start, loss=OwnCauchy()
+    ).standard_errors[1]
+    slope, step = jax.grad(error)(y), 1e-4
+    for k in (0, 3, 7):
+        change = step * np.eye(12)[k]
+        expected = (error(y + change) - error(y - change)) / (2 * step)
+        np.testing.assert_allclose(slope[k], expected, rtol=1e-4, atol=1e-9)
+
+
+def test_a_negative_curvature_that_is_too_large_is_left_out_and_told():
+    y = np.array([1.5, 1.5, 0.0])
+    curve = lambda p, x: jnp.stack([p, -p - p**2 / 2, 0.3 * p])
+    with pytest.warns(UserWarning, match="leave out the negative curvature"):
+        fit = gnlin.curve_fit(curve, np.arange(3.0), y, jnp.array(0.05), loss=OwnCauchy())
+    assert np.isfinite(fit.standard_errors)
+    low, high = fit.confidence_intervals(0.3)
+    assert low < fit.parameters < high
+
+
+def test_an_expected_curvature_of_ones_own_is_kept():
+    x = np.linspace(0, 1, 12)
+    y = 1 + x + 0.2 * np.sin(40 * x)
+    y[[3, 8]] += 5.0
+    fit = gnlin.curve_fit(straight, x, y, jnp.array([1.0, 1.0]), loss=ExpectedCauchy())
+    rows = np.stack([np.ones(12), x], axis=1)
+    np.testing.assert_allclose(fit.covariance_matrix, np.linalg.inv(rows.T @ rows), 1e-9)

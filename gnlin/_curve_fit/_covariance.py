@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int, Scalar
 
+from .._common import _tree
 from .._common._tree import matmul
-from .._linear_algebra import _lapack, _small_svd
+from .._linear_algebra import _small_svd
 
 
 # A parameter is undetermined if more than this part of it lies in directions that do not
@@ -18,17 +20,19 @@ _PART = 1e-6
 class Covariance(NamedTuple):
     """The covariance of k parameters, in units of the residuals' variance.
 
-    - `factor`: $F = V S^{-1}$, where $F F^\\top$ is the covariance.
+    - `factor`: $F$, where $F F^\\top$ is the covariance: $V S^{-1}$.
     - `rank`: the rank of the Jacobian.
     - `determined`: whether the residuals determine each parameter.
     - `directions`: the directions that do not change the residuals, one in a row; the
         other rows are zero.
+    - `is_whole`: whether no negative curvature of the loss had to be left out.
     """
 
     factor: Float[Array, "k k"]
     rank: Int[Array, ""]
     determined: Bool[Array, " k"]
     directions: Float[Array, "k k"]
+    is_whole: Bool[Array, ""]
 
     def matrix(self, variance: Scalar) -> Float[Array, "k k"]:
         """Return the covariance. For undetermined parameters it is infinite on the
@@ -38,14 +42,19 @@ class Covariance(NamedTuple):
         unknown = jnp.where(jnp.eye(self.determined.size, dtype=bool), jnp.inf, jnp.nan)
         return jnp.where(both, known, unknown.astype(known.dtype))
 
-    def less(self, rows: Float[Array, "m k"]) -> "Covariance":
-        r"""Return the covariance $(J^\top J - N^\top N)^{-1}$, where N are the rows
-        given; NaN if this is not positive."""
-        lost = matmul(rows, self.factor)
+    def less(
+        self, curvature: Float[Array, " m"], jacobian: Float[Array, "m k"]
+    ) -> "Covariance":
+        r"""Return the covariance $(J^\top J - N^\top C N)^{-1}$, where N is another
+        Jacobian, and C are curvatures; without C if that is not positive."""
+        lost = matmul(jacobian, self.factor)
         identity = jnp.eye(len(self.factor), dtype=lost.dtype)
-        w, q = _lapack.eigh(identity - matmul(lost.T, lost))
-        roots = jnp.where(w > 0, 1 / jnp.sqrt(jnp.where(w > 0, w, 1)), jnp.nan)
-        return self._replace(factor=matmul(self.factor, q * roots[None]))
+        part = matmul(lost.T, curvature[:, None] * lost)
+        left = identity - jnp.where(_tree.all_finite(part), part, 0)
+        is_positive = _tree.all_finite(jnp.linalg.cholesky(_tree.fixed(left)))
+        lower = jnp.linalg.cholesky(jnp.where(is_positive, left, identity))
+        factor = solve_triangular(lower, self.factor.T, lower=True).T
+        return self._replace(factor=factor, is_whole=is_positive)
 
 
 def covariance(
@@ -81,7 +90,7 @@ def covariance(
     directions = jnp.where(free[None] & finite, parts / units[None], 0)
     rank = jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0)
     factor = jnp.where(finite, factor, jnp.nan)
-    return Covariance(factor, rank, ~undetermined, directions)
+    return Covariance(factor, rank, ~undetermined, directions, jnp.array(True))
 
 
 @jax.custom_jvp

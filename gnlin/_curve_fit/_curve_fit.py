@@ -233,9 +233,11 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
 def _sobol(number: int, first: PyTree, starts: PyTree, limits: Any, many: bool) -> PyTree:
     """Return `number` starts of each data set: its own, and points between the bounds."""
     check_count("starts", number)
-    box = flat_box(limits, first)
-    low, high = box.lower, box.upper
-    if surely(~jnp.all(jnp.isfinite(low) & jnp.isfinite(high))):
+    with jax.ensure_compile_time_eval():  # known bounds also if the data are traced
+        box = flat_box(limits, first)
+        low, high = box.lower, box.upper
+        is_unbounded = ~jnp.all(jnp.isfinite(low) & jnp.isfinite(high))
+    if surely(is_unbounded):
         raise ValueError(
             "`starts` are drawn between the bounds: give each free parameter a finite "
             "lower and upper bound."

@@ -145,6 +145,12 @@ def complaint(fit: "CurveFit") -> str:
             "`gnlin.curve_fit`: the loss ignores all points, because they are far "
             "from the curve: start closer, or raise the loss's `delta`."
         )
+    if not fit._end.covariance.is_whole:
+        return (
+            "`gnlin.curve_fit`: the standard errors leave out the negative curvature of "
+            "the loss, which is too large, so that they are too small: use "
+            "`fit.confidence_intervals()`."
+        )
     if are_determined(fit):
         if fit.degrees_of_freedom > 0 or not fit._setting.is_estimated:
             return ""

@@ -313,9 +313,12 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
 
 def _warn_of_covariance(sigma: Any) -> None:
     """Warn if standard deviations of m data sets of m points could be a covariance."""
-    if is_traced(sigma) or len(sigma) == 1 or not _is_symmetric(np.asarray(sigma)):
+    if is_traced(sigma) or len(sigma) == 1:
         return
-    if np.all(np.linalg.eigvalsh(sigma) > 0):
+    given = np.asarray(sigma, float)
+    if not (np.all(np.isfinite(given)) and _is_symmetric(given)):
+        return
+    if np.all(np.linalg.eigvalsh(given) > 0):
         warnings.warn(
             f"`sigma` of the shape {np.shape(sigma)} is read as the standard deviation "
             f"of each point of {len(sigma)} data sets: for a covariance that they share, "

@@ -46,6 +46,11 @@ class Likelihood(AbstractElementwiseLoss):
     def decrease(self, outputs: Array, new_outputs: Array, target: Array) -> Array:
         return self.loss.decrease(*map(self._known, (outputs, new_outputs, target)))
 
+    @property
+    def has_observed_root(self) -> bool:
+        """Whether `root` is of the loss's own curvature, and not of an expected one."""
+        return type(self.loss).root is AbstractElementwiseLoss.root
+
     def _of(self, function: Any, output: Array, target: Array) -> Array:
         return self._known(function(*map(self._known, (output, target))), 0)
 
@@ -95,12 +100,6 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
 def is_likelihood(loss: AbstractLoss) -> bool:
     """Whether a loss is a negative log-likelihood, of which a fit estimates no scale."""
     return not isinstance(loss, SquaredError | AbstractRobust)
-
-
-def is_own(loss: AbstractLoss) -> bool:
-    """Whether a likelihood is the user's own."""
-    of_gnlin = BinomialNLL | NegativeBinomialNLL | PoissonNLL | TobitNLL
-    return is_likelihood(loss) and not isinstance(loss, of_gnlin)
 
 
 def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwiseLoss:

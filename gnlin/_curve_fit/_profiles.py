@@ -33,7 +33,7 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     """Return the lower and upper ends of all intervals.
 
     Each end is found by the secant method on the square root of the loss's rise, which is
-    nearly linear in the parameter."""
+    nearly linear in a parameter that is not at a bound."""
     setting, end = fit._setting, fit._end
     flat, unravel = _tree.ravel_pytree(end.parameters)
     best, dtype = np.asarray(flat), flat.dtype
@@ -48,8 +48,8 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         return of_all(best - width), of_all(best + width)
     box = flat_box(setting.solver.bounds, end.parameters)
     unit_of_loss = float(end.bend * end.factor(setting))
-    # At a bound the loss has a slope. If it were linear, this would be the end of the
-    # interval divided by the quantile.
+    # At a bound the loss has a slope. If the loss were linear, the end would be this many
+    # quantiles away.
     free_only = lambda y, pull: None if y is None else pull
     is_none = lambda x: x is None
     pulls = jax.tree.map(free_only, end.parameters, fit.multipliers, is_leaf=is_none)

@@ -116,7 +116,7 @@ def _fitted(
     slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, here.pull))["curve"]
     jacobian, of_x = jnp.split(matrix, [_tree.size(parameters)], axis=1)
     nonfinite = NonFinite.of(lin.outputs, jacobian)
-    concave = None if here.concave is None else here.concave[:, None] * jacobian
+    concave = None if here.concave is None else (here.concave, jacobian)
     unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})

@@ -213,10 +213,12 @@ class CurveFit(eqx.Module):
         confidence allows: by an F-test with the fit's own variance, or, if that is known
         (see `band`), by $\chi^2$ with one degree of freedom. For a robust loss the rise
         is in units of the residuals' mean squared pull over the loss's mean second
-        derivative. An end is at the bound if that is nearer, so that the interval of a
-        parameter at a bound is an upper or lower limit. An end is infinite if none is
-        found, and NaN for fixed parameters. If the variance is estimated and the fit is
-        exact to rounding, the intervals come from the standard errors.
+        derivative. An end is at the bound if that is nearer. So the interval of a
+        parameter at a bound is an upper or lower limit, where the loss has risen as much
+        as at the ends of the other intervals. An end is infinite if none is found, and
+        NaN for parameters that are fixed or not determined. If the variance is estimated
+        and the fit is exact to rounding, the intervals come from the standard errors, and
+        there are no limits.
 
         ??? cite "Reference"
 

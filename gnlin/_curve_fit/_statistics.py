@@ -13,7 +13,7 @@ from .._common._tree import ravel_pytree
 from ..losses import SquaredError
 from ..losses._robust import AbstractRobust
 from ._covariance import Covariance, covariance
-from ._likelihood import is_own, Likelihood
+from ._likelihood import Likelihood
 from ._not_finite import NonFinite
 from ._problem import FitSettings, flat_box, Posed
 from ._undetermined import Totals
@@ -54,14 +54,14 @@ def as_fitted(
     is_seen: Array,
     totals: Totals,
     nonfinite: NonFinite,
-    concave: Float[Array, "n k"] | None = None,
+    concave: tuple[Float[Array, " n"], Float[Array, "n k"]] | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a run, and the statistics by their names in `CurveFit`.
 
     - `slope`: the derivative of the loss by each parameter.
     - `jacobian`: of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
-    - `concave`: the Jacobian times the root of the loss's negative curvature.
+    - `concave`: the size of the loss's negative curvature, and the curve's Jacobian.
     """
     y, pull = ravel_pytree(parameters)[0], ravel_pytree(slope)[0]
     box = flat_box(setting.solver.bounds, parameters)
@@ -71,7 +71,7 @@ def as_fitted(
     number, chi_squared = totals.num_points, totals.chi_squared
     known = covariance(jacobian, ~held, is_seen, number)
     if concave is not None:
-        known = known.less(concave)
+        known = known.less(*concave)
     num_free = known.rank.astype(number.dtype)
     dof = number - num_free
     variance = bend = noise = jnp.ones_like(number)
@@ -160,8 +160,8 @@ class Misfit(NamedTuple):
     - `root`: the root of the loss's curvature. Where a robust loss is straight, it is
         that of the parabola that touches it.
     - `reduced`: `pull` divided by `root`.
-    - `concave`: the root of the negative part of the curvature of a likelihood of the
-        user's own; `None` for other losses, which are convex or have expected curvature.
+    - `concave`: the size of the negative part of the curvature, for a likelihood whose
+        `root` is that of the positive part; else `None`.
     """
 
     outputs: Float[Array, " m"]
@@ -186,8 +186,8 @@ class Misfit(NamedTuple):
             derivative = lambda outputs: loss.derivative(outputs, target)
             return counted * jax.jvp(derivative, (outputs,), (jnp.ones_like(outputs),))[1]
 
-        if isinstance(loss, Likelihood) and is_own(loss.loss):
-            concave = jnp.sqrt(jnp.maximum(-second(), 0))
+        if isinstance(loss, Likelihood) and loss.has_observed_root:
+            concave = jnp.maximum(-second(), 0)
         if isinstance(loss, AbstractRobust):
             slopes = second()
             root = jnp.where(root > 0, root, counted * loss.root_of_weight(residuals))

@@ -135,7 +135,8 @@ class AbstractElementwiseLoss(AbstractLoss):
     def root(self, output: Array, target: Array) -> Array:
         """Return the square root of the second derivative."""
         curvature = _derivative(lambda o: self.derivative(o, target), output)
-        return jnp.sqrt(jnp.maximum(curvature, 0))
+        convex = curvature > 0  # elsewhere the derivative of the root would be NaN
+        return jnp.where(convex, jnp.sqrt(jnp.where(convex, curvature, 1)), 0)
 
     @property
     def unit(self) -> float:
