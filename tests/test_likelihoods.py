@@ -713,7 +713,7 @@ def test_derivatives_of_the_errors_of_a_loss_that_is_not_convex():
     y[3] += 4.0
     start = jnp.array([1.0, 1.0])
     error = lambda y: gnlin.curve_fit(
-        line, x, y, start, loss=OwnCauchy()
+        straight, x, y, start, loss=OwnCauchy()
     ).standard_errors[1]
     slope, step = jax.grad(error)(y), 1e-4
     for k in (0, 3, 7):
