@@ -581,26 +581,6 @@ def test_sigma_is_of_the_shape_of_y():
         gnlin.curve_fit(two_lines, x, y, LINE, sigma=sigma.T)
 
 
-@pytest.mark.slow
-def test_sigma_of_as_many_data_sets_as_points():
-    """`sigma` is a covariance if it can be one. Otherwise it has a row of standard
-    deviations for each data set."""
-    x = np.linspace(-1, 1, 8)
-    ys = 1 + 2 * x + 0.1 * np.random.default_rng(2).normal(size=(8, 8))
-    columns = np.stack([np.ones(8), x], axis=1)
-    each = 0.1 + np.random.default_rng(4).random((8, 8))
-    for sigma, of_one in (
-        (covariance_of(8), covariance_of(8)),
-        (each, np.diag(each[3] ** 2)),
-    ):
-        precision = np.linalg.inv(of_one)
-        expected = np.linalg.solve(
-            columns.T @ precision @ columns, columns.T @ precision @ ys[3]
-        )
-        fits = gnlin.curve_fit(line, x, ys, LINE, sigma=sigma)
-        np.testing.assert_allclose(fits.parameters["b"][3], expected[1], rtol=1e-7)
-
-
 def test_small_deviations_of_as_many_data_sets_as_points_are_no_covariance():
     sigma = 1e-9 * np.array([[1, 0.1, 0.2], [0.5, 2, 0.3], [0.1, 0.1, 3]])
     same = lambda p, x: p * jnp.ones_like(x)
