@@ -40,7 +40,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    return markdown.replace("<!-- publications -->", publications())
+    place = "<!-- publications -->"
+    return markdown.replace(place, publications()) if place in markdown else markdown
 
 
 def publications() -> str:

@@ -730,6 +730,10 @@ def test_a_negative_curvature_that_is_too_large_is_left_out_and_told():
     assert np.isfinite(fit.standard_errors)
     low, high = fit.confidence_intervals(0.3)
     assert low < fit.parameters < high
+    with pytest.warns(UserWarning, match="2 of 2 data sets have a large negative"):
+        gnlin.curve_fit(
+            curve, np.arange(3.0), np.stack([y, y]), jnp.array(0.05), loss=OwnCauchy()
+        )
 
 
 def test_an_expected_curvature_of_ones_own_is_kept():

@@ -123,6 +123,9 @@ def complaint(fit: "CurveFit") -> str:
             "likelihood has no maximum": _are_separated(fit),
             "have a likelihood without a maximum, so that a parameter may go to "
             "infinity": _are_unlimited(fit),
+            "have a large negative curvature, which the standard errors leave out": (
+                ~np.asarray(fit._end.covariance.is_whole)
+            ),
         }
         said = [
             f"{flags.sum()} of {flags.size} data sets {what}"
