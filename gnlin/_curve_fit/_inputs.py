@@ -354,9 +354,11 @@ def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
         if all(s.shape in ((), one.shape, like.shape) for s, one, like in each):
             whole = structure.unflatten(list(map(broadcast, leaves, likes)))
             return Values(whole, are_own).flat(), are_own
+    one_for_all = "1 x " if y.shape == (m, m) else ""
     raise ValueError(
         "`sigma` must be one number, have the shape of `y`, "
-        f"{jax.tree.map(jnp.shape, tree)}, or be the {m} x {m} covariance, but has the "
+        f"{jax.tree.map(jnp.shape, tree)}, or be the {one_for_all}{m} x {m} covariance, "
+        "but has the "
         f"shape {jax.tree.map(jnp.shape, sigma)}."
     )
 
