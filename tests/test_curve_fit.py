@@ -1349,6 +1349,11 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
         ({"x": np.where(X[3] == X, np.nan, X)}, "`x` has a missing value"),
         ({"sigma": {"a": 1.0}}, "`sigma` must be one number, have the shape of `y`"),
         ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "and use JAX's operations"),
+        (
+            {"f": lambda x, p: p[0] * x + p[1], "start": np.ones(2)},
+            "`f` must take the parameters first",
+        ),
+        ({"f": lambda x, p: decay(p, x)}, "`f` must take the parameters first"),
         ({"f": lambda x, a, b: a * x}, "`f.parameters, x.` failed .it must take these"),
         ({"solver": "lm"}, "`solver` must be one of gnlin's"),
         (

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +81,11 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
                     "same kind."
                 )
         return values
+    if _shapes(_with_swapped_arguments(curve, free, kept, x)) == _shapes(tree):
+        raise ValueError(
+            "`f(start, x)` does not have the shapes of `y`, but `f(x, start)` has: `f` "
+            "must take the parameters first, `f(parameters, x)`."
+        )
     if may_be_many:
         of_one_set = _shapes(of_one_example(tree))
         of_all = map(of_one_example, (free, kept))
@@ -111,6 +117,14 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
         f"{jax.tree.map(jnp.shape, tree)}, but has "
         f"{jax.tree.map(lambda o: o.shape, out)}{hint}."
     )
+
+
+def _with_swapped_arguments(curve: Curve, free: PyTree, kept: PyTree, x: PyTree) -> Any:
+    """Return the shapes of `f(x, parameters)`, the order of SciPy, or None."""
+    try:
+        return jax.eval_shape(curve.f, x, eqx.combine(free, kept))
+    except Exception:
+        return None
 
 
 def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:
