@@ -11,12 +11,12 @@ import pytest
 
 import gnlin
 from gnlin._subproblem import way_of
-from gnlin._subproblem._base import Early
+from gnlin._subproblem._base import InexactTikhonov
 
 
 M, P = 60, 24
 EPS = float(np.finfo(float).eps)
-ANY = Early(0.0, worth=math.inf)
+ANY = InexactTikhonov(0.0, worth=math.inf)
 
 
 def ill_conditioned(dtype=float, smallest=1e-13):
@@ -35,7 +35,7 @@ def ready(a, b, method="cholesky-qr", rest=None):
     problem = gnlin.authoring.SumOfSquares().expand(lin)
     if rest is not None:
         problem = gnlin.authoring.Quadratic(problem.jacobian, problem.residual, rest)
-    return gnlin.authoring.choose(problem, Early(1.0), method=method)
+    return gnlin.authoring.choose(problem, InexactTikhonov(1.0), method=method)
 
 
 def objective(a, b, damping, step):
@@ -49,13 +49,13 @@ def test_as_by_singular_values_down_to_tiny_dampings(power):
     u, s, vt = np.linalg.svd(a, full_matrices=False)
     damping = 10.0**power
     expected = -vt.T @ (s / (s**2 + damping) * (u.T @ b))
-    answer = ready(a, b).solve(Early(damping))
+    answer = ready(a, b).solve(InexactTikhonov(damping))
     least = objective(a, b, damping, expected)
     assert objective(a, b, damping, answer.step) <= (1 + 1e-6) * least
     error = np.linalg.norm(answer.step - expected) / np.linalg.norm(expected)
     assert error < 1e-4
     if power <= -20:  # where the curvature is rounding
-        squared = ready(a, b, "curvature").solve(Early(damping)).step
+        squared = ready(a, b, "curvature").solve(InexactTikhonov(damping)).step
         assert not objective(a, b, damping, squared) <= 2 * least
 
 
@@ -67,7 +67,7 @@ def test_on_both_sides_of_the_shift(part):
     held = ready(a, b)
     damping = part * float(held.shift * held.unit**2)
     expected = -vt.T @ (s / (s**2 + damping) * (u.T @ b))
-    step = held.solve(Early(damping)).step
+    step = held.solve(InexactTikhonov(damping)).step
     assert np.linalg.norm(step - expected) < 1e-4 * np.linalg.norm(expected)
 
 
@@ -77,7 +77,7 @@ def test_single_precision(power):
     u, s, vt = np.linalg.svd(a.astype(float), full_matrices=False)
     damping = 10.0**power
     expected = -vt.T @ (s / (s**2 + damping) * (u.T @ b))
-    step = ready(a, b).solve(Early(jnp.float32(damping))).step
+    step = ready(a, b).solve(InexactTikhonov(jnp.float32(damping))).step
     assert step.dtype == jnp.float32
     least = objective(a, b, damping, expected)
     assert objective(a, b, damping, step) <= 1.01 * least
@@ -86,7 +86,7 @@ def test_single_precision(power):
 @pytest.mark.parametrize("power", [0, -8, -16, -24])
 def test_the_predicted_decrease_is_that_of_the_linear_model(power):
     a, b = ill_conditioned()
-    answer = ready(a, b).solve(Early(10.0**power))
+    answer = ready(a, b).solve(InexactTikhonov(10.0**power))
     left = np.sum((a @ np.asarray(answer.step) + b) ** 2)
     expected = 0.5 * (np.sum(b**2) - left)
     np.testing.assert_allclose(answer.decrease, expected, rtol=1e-5)
@@ -119,7 +119,7 @@ def test_rank_deficient_problems(shape, zeros):
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=shape), rng.normal(size=shape[0])
     a[:, -1] = 0 if zeros else a[:, 0]
-    step = ready(a, b).solve(Early(1e-6)).step
+    step = ready(a, b).solve(InexactTikhonov(1e-6)).step
     system = a.T @ a + 1e-6 * np.eye(shape[1])
     expected = -np.linalg.solve(system, a.T @ b)
     np.testing.assert_allclose(step, expected, rtol=1e-6, atol=1e-8)
@@ -127,7 +127,7 @@ def test_rank_deficient_problems(shape, zeros):
 
 def test_a_zero_jacobian_has_no_step():
     held = ready(np.zeros((5, 3)), np.ones(5))
-    np.testing.assert_array_equal(held.solve(Early(1e-3)).step, np.zeros(3))
+    np.testing.assert_array_equal(held.solve(InexactTikhonov(1e-3)).step, np.zeros(3))
     assert held.attainable_decrease(jnp.array(1e-20)) == 0
 
 
@@ -137,14 +137,14 @@ def test_what_is_not_finite_reaches_no_factorisation(bad):
     a[3, 2] = bad
     held = ready(a, b)
     assert jnp.isnan(held.gradient_norm)
-    assert jnp.all(jnp.isnan(held.solve(Early(1.0)).step))
+    assert jnp.all(jnp.isnan(held.solve(InexactTikhonov(1.0)).step))
 
 
 def test_derivatives_of_a_step():
     a, b = ill_conditioned(smallest=1e-2)
 
     def first(method, b):
-        return ready(jnp.asarray(a), b, method).solve(Early(1e-2)).step[0]
+        return ready(jnp.asarray(a), b, method).solve(InexactTikhonov(1e-2)).step[0]
 
     gradient = jax.grad(first, argnums=1)
     found, expected = (gradient(method, b) for method in ("cholesky-qr", "svd"))
@@ -154,7 +154,7 @@ def test_derivatives_of_a_step():
 def test_under_vmap():
     a, b = ill_conditioned(smallest=1e-2)
     residuals = jnp.stack([jnp.asarray(b), jnp.cos(jnp.asarray(b))])
-    solve = lambda b: ready(jnp.asarray(a), b).solve(Early(1e-3)).step
+    solve = lambda b: ready(jnp.asarray(a), b).solve(InexactTikhonov(1e-3)).step
     steps = jax.vmap(solve)(residuals)
     for step, residual in zip(steps, residuals, strict=True):
         np.testing.assert_allclose(step, solve(residual), rtol=1e-9)
@@ -169,7 +169,7 @@ def test_under_vmap():
         ((8_192, 3_481), ANY, 2**31, "cholesky-qr"),
         ((16_384, 5_121), ANY, 2**31, "cholesky-qr"),
         ((30, 3), ANY, 2**31, "svd"),
-        ((100, 300), Early(1.0, worth=math.inf), 2**31, "kernel"),
+        ((100, 300), InexactTikhonov(1.0, worth=math.inf), 2**31, "kernel"),
         ((300, 100), gnlin.filters.PseudoInverse(), 2**31, "svd"),
         ((300, 100), gnlin.filters.Tikhonov(0.0), 2**31, "svd"),
         ((300, 100), ANY, 8 * 300 * 150, "svd"),
@@ -250,7 +250,7 @@ def test_units_in_single_precision(unit):
     a, b = a * np.float32(unit), b * np.float32(unit)
     held = ready(a, b)
     least = jnp.maximum(held.least_damping(1e6), 1e-37)
-    step = held.solve(Early(least)).step
+    step = held.solve(InexactTikhonov(least)).step
     left = np.linalg.norm(a.astype(float) @ np.asarray(step, float) + b)
     assert left < 0.01 * np.linalg.norm(b)
 
@@ -268,7 +268,7 @@ def test_small_columns_keep_their_digits_beside_large_ones(dtype, smallest):
     y = rng.normal(size=40) / np.geomspace(1, smallest, 40)
     a, b = a.astype(dtype), (-a @ y).astype(dtype)
     held = ready(a, b)
-    step = held.solve(Early(held.least_damping(1e30))).step
+    step = held.solve(InexactTikhonov(held.least_damping(1e30))).step
     left = np.linalg.norm(a.astype(float) @ np.asarray(step, float) + b)
     assert left < 1e-3 * np.linalg.norm(b)
 

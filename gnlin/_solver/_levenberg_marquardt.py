@@ -22,8 +22,8 @@ from .._subproblem import (
     AbstractWay,
     check_form,
     check_method,
-    Early,
     Form,
+    InexactTikhonov,
     Method,
     problem_of,
     ProxLinear,
@@ -216,7 +216,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         # If p <= m the damping may become so small that squaring the condition number
         # does harm, so ask for a way that also serves without damping.
         m, p = cost.shape
-        kind = Early(1.0 if p > m else 0.0, worth=math.inf)
+        kind = InexactTikhonov(1.0 if p > m else 0.0, worth=math.inf)
         way = self._way(objective, problem, kind, rule.num_trials)
         if by_default and way.stops_early:  # Each trial needs conjugate gradients.
             rule = _ONE_TRIAL
@@ -225,7 +225,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             method = way.method
         acceleration = self.acceleration
         if acceleration is None:
-            acceleration = self.form == "quadratic" and not way.solves_anew
+            acceleration = self.form == "quadratic" and not way.residuals_are_dear
         rows, as_tree = Passes(), lambda parameters: parameters
         if scaling != "identity":
             rows = cost.rows
@@ -245,7 +245,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             problem = problem_of(self.form, objective, lin)
             # One damping on each face does not pay for a factorisation in two stages.
             once = measured.chosen(problem, Tikhonov(kind.damping), 1, method)
-            return once.solve(Early(damping)).step
+            return once.solve(InexactTikhonov(damping)).step
 
         inverse = None
         if lin.box is not None and scaling != "identity" and p <= _MOST_WIDE * m:
@@ -348,7 +348,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if self.scaling in (None, "identity"):
             price = _EXACT_OF_SAMPLE if objective.is_sample else _EXACT
             price = price if objective.is_quadratic else _EXACT_OF_NETWORK
-            kind = Early(kind.damping, *price)
+            kind = InexactTikhonov(kind.damping, *price)
         return way_of(problem, kind, num_trials, self.method)
 
     def _scaling(

@@ -13,7 +13,13 @@ from .._common import _tree
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
-from .._subproblem import AbstractSubproblem, Early, problem_of, ProxLinear, pulled
+from .._subproblem import (
+    AbstractSubproblem,
+    InexactTikhonov,
+    problem_of,
+    ProxLinear,
+    pulled,
+)
 from ..damping import AbstractDamping
 from ..filters import Tikhonov
 from ._scaling import Measured
@@ -69,7 +75,7 @@ def step_on_a_batch(
     noiseless = objective.is_quadratic and not objective.is_noisy
     relative = _relative_damping(solver, num_examples, noiseless)
     damping = jnp.asarray(relative, unit.dtype) * unit
-    answer = subproblem.solve(Early(damping))
+    answer = subproblem.solve(InexactTikhonov(damping))
     # The damping may be too small for a factorisation in this precision.
     solved = answer.result == optx.RESULTS.successful
     failed = ~(solved & _tree.all_finite(answer.step))
@@ -80,7 +86,7 @@ def step_on_a_batch(
 
     def again(lin: Linearisation) -> PyTree[Array]:
         held, _ = _pulled(solver, objective, lin, towards, memory.scale)
-        return held.solve(Early(damping)).step
+        return held.solve(InexactTikhonov(damping)).step
 
     # A batch that is not finite must not set the curvature for all others.
     curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)

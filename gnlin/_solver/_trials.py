@@ -15,7 +15,7 @@ from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
-from .._subproblem import AbstractSubproblem, Early
+from .._subproblem import AbstractSubproblem, InexactTikhonov
 from ..damping import AbstractDamping, Trial
 from ._between_bounds import between_bounds
 from ._detour import Detour
@@ -171,8 +171,9 @@ class Trials(NamedTuple):
         damping = jnp.asarray(damping, dtype)
         damping = jnp.clip(damping, known.least_damping, known.largest_damping)
         accelerated = self.acceleration
-        held = subproblem.factorised(Early(damping)) if accelerated else subproblem
-        answer = held.solve(Early(damping))
+        filter = InexactTikhonov(damping)
+        held = subproblem.factorised(filter) if accelerated else subproblem
+        answer = held.solve(filter)
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
@@ -324,7 +325,7 @@ def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
     known = jnp.isfinite(size) & (size > least.astype(size.dtype))
     whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
     bent = subproblem.with_residual(whitened)
-    answer = bent.solve(Early(damping))
+    answer = bent.solve(InexactTikhonov(damping))
     jvps = lin.jacobian.a_product().jvps
     passes = answer.passes + bent.passes + Passes(jvps=jvps)
     return eqx.tree_at(lambda a: a.passes, answer, passes)

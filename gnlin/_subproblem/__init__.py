@@ -5,7 +5,7 @@ from ._base import (
     AbstractSubproblem as AbstractSubproblem,
     AbstractWay as AbstractWay,
     Answer as Answer,
-    Early as Early,
+    InexactTikhonov as InexactTikhonov,
 )
 from ._choose import (
     by_products as by_products,

@@ -163,13 +163,13 @@ class AbstractWay(AbstractSubproblem):
     - `method`: its name, as users pass it.
     - `problem`: a [`gnlin.authoring.Quadratic`][] or a `ProxLinear`.
     - `stops_early`: whether `truncated` makes a solution cheaper.
-    - `solves_anew`: whether geodesic acceleration is left out by default, because each
-        further residual costs as much as the first.
+    - `residuals_are_dear`: whether each further residual costs as much as the first, so
+        that geodesic acceleration is left out by default.
     """
 
     method: ClassVar[str]
     stops_early: ClassVar[bool] = False
-    solves_anew: ClassVar[bool] = False
+    residuals_are_dear: ClassVar[bool] = False
     problem: AbstractVar[Any]
 
     @classmethod
@@ -259,13 +259,15 @@ Descent = GradientDescent | HeavyBall | Nesterov
 
 # Typical number of products of conjugate gradients that stop early.
 _PRODUCTS = 20
-# Largest `Early.worth` for a Jacobian of which each example reads few parameters.
+# Largest `InexactTikhonov.worth` for a Jacobian of which each example reads few
+# parameters.
 _SPARSE_STEP = 2e-3
 
 
-class Early(Tikhonov):
-    """Tikhonov with a damping that is known to be positive. Where a way is chosen before
-    the damping is known, 0 stands for one that may become tiny.
+class InexactTikhonov(Tikhonov):
+    """Tikhonov's filter with a positive damping, whose step may be inexact, as by
+    conjugate gradients that stop early. Where a way is chosen before the damping is
+    known, 0 stands for one that may become tiny.
 
     - `worth`, `times`: an exact solution is preferred if it takes less than `worth`
         seconds, or less than `times` the seconds of conjugate gradients that stop early.
@@ -327,7 +329,7 @@ def serves_in_two_stages(cost: Cost, filter: Filter) -> bool:
     if the Jacobian and another matrix of its size fit in the memory budget."""
     m, p = cost.shape
     fits = 2 * m * p * cost.itemsize <= cost.memory_budget
-    return p <= m and fits and isinstance(filter, Early) and vanishes(filter)
+    return p <= m and fits and isinstance(filter, InexactTikhonov) and vanishes(filter)
 
 
 def unless_endless(

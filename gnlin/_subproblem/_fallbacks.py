@@ -22,7 +22,7 @@ from ._base import (
     AbstractWay,
     AbstractWrapper,
     Answer,
-    Early,
+    InexactTikhonov,
     price_of_squaring,
     serves_in_two_stages,
     vanishes,
@@ -107,7 +107,7 @@ class ProductsFirst(AbstractFirst):
 
     method: ClassVar[str] = "products-first"
     stops_early: ClassVar[bool] = True
-    solves_anew: ClassVar[bool] = True
+    residuals_are_dear: ClassVar[bool] = True
     inner: MatrixFree
     most: int = eqx.field(static=True)
 
@@ -123,7 +123,7 @@ class ProductsFirst(AbstractFirst):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        if isinstance(filter, Early):
+        if isinstance(filter, InexactTikhonov):
             is_sparse = _direct(cost) is SparseLU
             return filter.price(cost) if is_sparse else math.inf
         if num_trials > 1 or _most_tried(cost) < _FEWEST_TRIED:
@@ -138,7 +138,7 @@ class ProductsFirst(AbstractFirst):
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         damping, tolerance = self.damping_of(filter), self.inner.tolerance
         tolerance = self.inner.exactly() if tolerance is None else tolerance
-        is_damped = isinstance(filter, Early)
+        is_damped = isinstance(filter, InexactTikhonov)
         return self.inner.attempt(tolerance, damping, self.most, is_damped=is_damped)
 
 

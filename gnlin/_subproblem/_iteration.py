@@ -19,7 +19,7 @@ from ._base import (
     Answer,
     Descent,
     does_not_serve,
-    Early,
+    InexactTikhonov,
     undamped,
     unless_endless,
 )
@@ -36,7 +36,7 @@ class AbstractIteration(AbstractMethod):
     """
 
     stops_early: ClassVar[bool] = True
-    solves_anew: ClassVar[bool] = True
+    residuals_are_dear: ClassVar[bool] = True
     tolerance: ScalarLike | None
     max_steps: int | None
 
@@ -154,7 +154,8 @@ class AbstractIteration(AbstractMethod):
             tolerance = self.tolerance
             tolerance = self.exactly() if tolerance is None else tolerance
             settings = tolerance, damping + filter.damping, self.max_steps
-            return self.to_tolerance(*settings, is_damped=isinstance(filter, Early))
+            is_damped = isinstance(filter, InexactTikhonov)
+            return self.to_tolerance(*settings, is_damped=is_damped)
         if isinstance(filter, PseudoInverse) and filter.rcond is None:
             # Started at zero, conjugate gradients stay in the range of phi^T, so that
             # their limit is the minimum-norm solution.

@@ -19,7 +19,7 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow
 from ..preconditioners import AbstractPreconditioner, BlockDiagonal
-from ._base import Answer, Descent, Early, num_steps_of, undamped, vanishes
+from ._base import Answer, Descent, InexactTikhonov, num_steps_of, undamped, vanishes
 from ._iteration import AbstractIteration
 from ._spaces import Linearised, Parameters
 
@@ -59,7 +59,7 @@ class MatrixFree(AbstractIteration):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         last_resort = _LAST_RESORT * num_trials * cost.one_product
-        if isinstance(filter, Early):
+        if isinstance(filter, InexactTikhonov):
             # The price is infinite if an exact solution is preferred at any cost.
             return min(filter.price(cost), last_resort)
         filter, _ = undamped(filter)

@@ -102,7 +102,7 @@ class SchurComplement(AbstractMethod):
     """
 
     method: ClassVar[str] = "schur"
-    solves_anew: ClassVar[bool] = True
+    residuals_are_dear: ClassVar[bool] = True
     problem: Quadratic
     array: int = eqx.field(static=True)
     curvature: "_Partitioned"

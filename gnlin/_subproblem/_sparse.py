@@ -46,7 +46,7 @@ class SparseLU(AbstractMethod):
     """
 
     method: ClassVar[str] = "sparse"
-    solves_anew: ClassVar[bool] = True
+    residuals_are_dear: ClassVar[bool] = True
     problem: Quadratic
     entries: "_Entries"
 
