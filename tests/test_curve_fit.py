@@ -1597,3 +1597,21 @@ def test_starts_inside_a_compiled_function_need_bounds():
 
     with pytest.raises(ValueError, match="between the bounds"):
         jax.jit(losses)(Y)
+
+
+def test_large_whole_numbers_in_single_precision():
+    x = np.arange(10.0)
+    y = 1_000_000_000 * np.arange(1, 11)
+    with jax.enable_x64(False):
+        for given in (y, y.astype(">i8"), y.tolist()):
+            fit = gnlin.curve_fit(line, x, given, LINE)
+            np.testing.assert_allclose(values(fit.parameters), 1e9, rtol=1e-5)
+
+
+def test_data_that_single_precision_rounds_away():
+    x = 2460000.5 + np.linspace(0, 0.5, 40)
+    y = 1 + x - x[0]
+    with jax.enable_x64(False):
+        with pytest.warns(UserWarning, match="single precision rounds `x` by 0.12"):
+            gnlin.curve_fit(lambda p, x: p["a"] + p["b"] * (x - x[0]), x, y, LINE)
+        gnlin.curve_fit(line, x - x[0], y, LINE)

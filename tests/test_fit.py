@@ -988,3 +988,26 @@ def test_an_optimiser_of_optax_has_no_columns_of_a_linearisation():
     plain = gnlin.fit(network(), (X, T), optax.sgd(0.01), **given)
     assert "validation_loss" in plain.history.columns
     assert not any(name.endswith("_linearised") for name in plain.history.columns)
+
+
+def of_large_inputs(solver):
+    """Train on inputs that are not scaled, where the classes of the first network are
+    certain and wrong, so that the curvature is tiny."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(3, size=60)
+    inputs = (5 + rng.normal(size=(60, 4))) * [1, 1, 1, 300]
+    inputs[:, 0] += 3 * labels
+    model = eqx.nn.MLP(4, 3, 16, 2, key=jax.random.key(0))
+    settings = {"loss": gnlin.SoftmaxCrossEntropy(), "batch_size": 20, "epochs": 10}
+    return gnlin.fit(model, (inputs, labels), solver, **settings, progress=False)
+
+
+def test_the_default_finds_a_step_on_inputs_that_are_not_scaled():
+    history = of_large_inputs(gnlin.LevenbergMarquardt()).history
+    assert history.step_norm[0] == 0  # the first damping is far too small
+    assert np.mean(history.loss[-3:]) < 0.1 * history.loss[0]
+
+
+def test_a_run_without_a_step_is_told():
+    with pytest.warns(UserWarning, match="made no step: none lowered the loss of its"):
+        of_large_inputs(gnlin.DampedGaussNewton(1e-9))

@@ -458,6 +458,11 @@ def test_a_whole_number_is_not_trained(k):
         gnlin.solve({"u": LINE, "k": k}, SLOPE, max_steps=1)
 
 
+def test_an_array_of_whole_numbers_is_not_trained():
+    with pytest.warns(UserWarning, match="'n' holds whole numbers, and is not trained"):
+        gnlin.solve({"u": LINE, "k": 1.0, "n": jnp.arange(3)}, SLOPE, max_steps=1)
+
+
 def test_a_group_that_does_not_depend_on_the_parameters():
     bent = lambda u, x: jax.grad(jax.grad(u))(x) + 1.0
     ends = gnlin.Residuals(lambda u, x: u(x), jnp.array([0.0, 1.0]))

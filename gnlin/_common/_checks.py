@@ -26,6 +26,22 @@ def as_scalar(value):
     return np.asarray(value, float) if is_number else value
 
 
+def to_jax(value: Any) -> Array:
+    """Return an array of JAX's. Whole numbers that exceed its integer types, which would
+    wrap, become floats, and NumPy's arrays may have any byte order."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = np.asarray(value)
+        value = value.astype(value.dtype.newbyteorder("="), copy=False)
+        if value.dtype.kind in "iu":
+            kind = jax.dtypes.canonicalize_dtype(value.dtype)
+            wraps = kind != value.dtype and np.any(value.astype(kind) != value)
+            value = value.astype(float) if wraps else value
+    try:
+        return jnp.asarray(value)
+    except OverflowError:
+        return jnp.asarray(value, float)
+
+
 def as_float(period: ScalarLike) -> ScalarLike:
     """Convert a Python integer, which may exceed JAX's integer types, to a float."""
     return float(period) if isinstance(period, int) else period

@@ -1,12 +1,15 @@
 """Conversion of what users pass, such as lists and data frames, to arrays."""
 
 import datetime
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
+
+from .._common._checks import to_jax
 
 
 _TIMES = datetime.date, datetime.time, datetime.timedelta
@@ -58,7 +61,7 @@ def as_array(value: Any, name: str) -> Array:
             '`nan_policy="omit"`.'
         )
     try:
-        return jnp.asarray(value)
+        return to_jax(value)
     except (TypeError, ValueError) as error:
         known = np.asarray(value, None if isinstance(value, np.ndarray) else object)
         first = known.ravel()[0] if known.size else None
@@ -72,6 +75,29 @@ def as_array(value: Any, name: str) -> Array:
         raise ValueError(
             f"`{name}` must hold numbers or arrays{of_model}, but {given} was given."
         ) from error
+
+
+# The largest rounding error of data, as a part of their range, that is not told.
+_TOLD = 1e-4
+
+
+def warn_of_rounding(name: str, values: PyTree[Any]) -> None:
+    """Warn the caller of `curve_fit` if single precision keeps little of an array, as of
+    dates that are counted from a time long ago."""
+    single = jnp.zeros(()).dtype
+    for value in jax.tree.leaves(values):
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+            continue
+        if np.dtype(single).itemsize >= value.dtype.itemsize or value.size < 2:
+            continue
+        error = np.nanmax(np.abs(value - value.astype(single).astype(value.dtype)))
+        if error > _TOLD * np.ptp(value[np.isfinite(value)]) > 0:
+            warnings.warn(
+                f"`gnlin.curve_fit`: single precision rounds `{name}` by {error:.2g}, "
+                "which is much of its range: subtract an offset before the call, or set "
+                "`jax_enable_x64`.",
+                stacklevel=3,
+            )
 
 
 def as_floats(value: Any, name: str) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
-from .._common._checks import is_traced
+from .._common._checks import is_traced, to_jax
 from .._common._progress import Bar
 from .._common._quickly import quickly
 from .._solver import LevenbergMarquardt
@@ -59,7 +59,7 @@ def read_in_parts(
     parts = Parts(x, y, sigma, block_size)
     x, *_ = parts.example
     block = jax.tree.map(
-        lambda v: jax.ShapeDtypeStruct((parts.block, *v.shape[1:]), jnp.asarray(v).dtype),
+        lambda v: jax.ShapeDtypeStruct((parts.block, *v.shape[1:]), to_jax(v).dtype),
         x,
     )
     return curve.on(free, kept, block), parts
@@ -143,7 +143,7 @@ class _Passes:
         # Settings that the sums do not use would compile them again.
         self.of_sums = setting._replace(solver=None, max_steps=0)  # type: ignore
         self.size = _tree.size(start)
-        x, y = jax.tree.map(jnp.asarray, parts.example)
+        x, y = jax.tree.map(to_jax, parts.example)
         outputs = setting.curve.shapes(start, setting.fixed, x)
         self.dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
 
@@ -157,7 +157,7 @@ class _Passes:
         for number, part in enumerate(self.parts):
             if is_first:
                 self._check_targets(part)
-            part = jax.tree.map(jnp.asarray, part)
+            part = jax.tree.map(to_jax, part)
             before = sums
             sums = added(sums, self.of_sums, free, part, jnp.array(number), unweighted)
             jax.block_until_ready(before)  # at most two parts are on the device

@@ -46,6 +46,9 @@ class Likelihood(AbstractElementwiseLoss):
     def decrease(self, outputs: Array, new_outputs: Array, target: Array) -> Array:
         return self.loss.decrease(*map(self._known, (outputs, new_outputs, target)))
 
+    def saturated(self, target: Array) -> Array:
+        return self._known(self.loss.saturated(self._known(target)), 0)
+
     @property
     def has_observed_root(self) -> bool:
         """Whether `root` is of the loss's own curvature, and not of an expected one."""

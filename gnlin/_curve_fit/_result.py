@@ -75,10 +75,12 @@ class CurveFit(eqx.Module):
         if `sigma` is absolute.
     - `at_bound`: -1 for parameters held at their lower bound, 1 at their upper, else 0.
     - `multipliers`: the derivative of the objective by parameters at a bound, else 0.
-    - `aic`, `bic`: Akaike's and the Bayesian information criterion, up to a constant of
-        the data: from $n\log(\chi^2/n)$, or $\chi^2$ if `sigma` is absolute, or the
-        deviance for other losses. They are NaN for a robust loss without `sigma`, whose
-        scale differs between models.
+    - `aic`, `bic`: Akaike's and the Bayesian information criterion. For gnlin's losses of
+        counts and successes they are those of the whole likelihood, so that fits with
+        different losses can be compared. For other losses they leave out a constant of
+        the data and the loss: they come from $n\log(\chi^2/n)$, or $\chi^2$ if `sigma`
+        is absolute, or twice the loss. They are NaN for a robust loss without `sigma`,
+        whose scale differs between models.
     - `losses`: the losses of all `starts`, in ascending order.
     - `result`, `reason`, `history`, `num_steps`: as in [`gnlin.Solution`][]. With several
         data sets or starts there is no history, which would take longer than the steps;

@@ -75,7 +75,7 @@ def as_fitted(
     num_free = known.rank.astype(number.dtype)
     dof = number - num_free
     variance = bend = noise = jnp.ones_like(number)
-    misfit = 2 * loss  # as -2 log(likelihood), up to a constant of the data
+    misfit = 2 * (loss - totals.saturated)  # -2 log(likelihood)
     if isinstance(setting.loss, SquaredError):
         variance = chi_squared / dof
         noise = jnp.sqrt(variance)
@@ -203,6 +203,7 @@ class Misfit(NamedTuple):
             slopes=jnp.sum(slopes),
             squared_slopes=dot(slopes, slopes),
             noise=jnp.where(number > 0, number * noise, 0),
+            saturated=jnp.sum(loss.saturated(target)),
         )
         return Misfit(outputs, residuals, pull, root, reduced, totals, concave)
 

@@ -46,6 +46,7 @@ class Totals(NamedTuple):
     - `pull`: the squared derivatives of the loss.
     - `slopes`, `squared_slopes`: its second derivatives, and their squares.
     - `noise`: estimates of the noise, times their numbers of points; or 0.
+    - `saturated`: the log-likelihoods of a perfect fit, where the loss is zero.
     """
 
     num_points: Scalar
@@ -55,6 +56,7 @@ class Totals(NamedTuple):
     slopes: Scalar
     squared_slopes: Scalar
     noise: Scalar
+    saturated: Scalar
 
 
 def doubts(

@@ -97,7 +97,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         0.001 (1 + (48 / n)^2), or 1e-8 for squared residuals at points that
         [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this number times
         the curvature along the first gradient. It stays constant, except that it grows
-        tenfold after a batch whose problem cannot be solved in this precision.
+        tenfold after a batch whose problem cannot be solved in this precision, or after
+        two in a row on which no part of the step lowers the loss.
     - `scaling`: the diagonal $D$ of the damping, as in [`gnlin.DampedGaussNewton`][]. The
         default is `"root"`, or `"identity"` across batches and if the method is
         matrix-free.

@@ -1,6 +1,7 @@
 """Levenberg-Marquardt across batches: a constant damping, and steps pulled towards the
 last one."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import equinox as eqx
@@ -41,7 +42,9 @@ _DAMPING_OF_DRAWN = 1e-8
 # The batch sizes at which the damping is doubled, and the pull is halved. With less
 # damping or more pull ReLU networks die on batches of one example.
 _FEW_TO_DAMP, _FEW_TO_PULL = 48, 2
-# The factor of the damping after a batch whose problem could not be solved.
+# The factor of the damping after a batch whose problem could not be solved, or on which
+# no part of the step lowers the loss. If inputs are not scaled, classes may be so certain
+# at the start that the first curvature is 1e-12 of a later one.
 _MORE_DAMPING = 10
 # The tolerance of conjugate gradients, and their most iterations.
 _TOLERANCE_ACROSS, _MOST_ITERATIONS = 0.01, 20
@@ -60,8 +63,8 @@ def step_on_a_batch(
     evaluate: Evaluate,
     memory: MemoryAcross,
 ) -> Update:
-    """Take one step on one batch. The damping stays constant: a step that is too long
-    is shortened on its own batch, or by the stride after the next batch."""
+    """Take one step on one batch. The damping stays constant: a step that is too long is
+    shortened on its own batch, or by the stride after the next batch."""
     num_examples = max(x.shape[0] for x in jax.tree.leaves(lin.outputs))
     momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)
     towards = _tree.scale(momentum, memory.step)
@@ -90,7 +93,6 @@ def step_on_a_batch(
 
     # A batch that is not finite must not set the curvature for all others.
     curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
-    curvature = jnp.where(failed, _MORE_DAMPING * curvature, curvature)
     update = take_step(
         objective,
         lin,
@@ -98,11 +100,15 @@ def step_on_a_batch(
         subproblem,
         answer,
         search="auto",
-        memory=MemoryAcross(scale, curvature, memory.step),
         damping=damping,
         again=again,
     )
-    return eqx.tree_at(lambda u: u.memory.step, update, step_taken(update, lin))
+    # The last step, and not the damping, may be what raises the loss.
+    more = failed | (update.stuck & ~_tree.any_nonzero(memory.step))
+    grown = _MORE_DAMPING * curvature
+    curvature = jnp.where(more & jnp.isfinite(grown), grown, curvature)
+    memory = MemoryAcross(scale, curvature, step_taken(update, lin))
+    return dataclasses.replace(update, memory=memory)
 
 
 def _pulled(

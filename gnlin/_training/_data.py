@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
+from .._common._checks import to_jax
 from .._common._sharding import automatic, is_here
 
 
@@ -104,7 +105,7 @@ def as_inputs(inputs: PyTree) -> PyTree:
 
 def _as_array(name: str, x: Any) -> Array:
     try:
-        return jnp.asarray(x)
+        return to_jax(x)
     except (TypeError, ValueError) as error:
         what = f"dtype {x.dtype}" if hasattr(x, "dtype") else repr(x)
         raise ValueError(

@@ -138,6 +138,11 @@ class AbstractElementwiseLoss(AbstractLoss):
         convex = curvature > 0  # elsewhere the derivative of the root would be NaN
         return jnp.where(convex, jnp.sqrt(jnp.where(convex, curvature, 1)), 0)
 
+    def saturated(self, target: Array) -> Array:
+        """Return what the loss leaves out of a negative log-likelihood: for each target,
+        the log-likelihood of the saturated model, whose outputs are the best ones."""
+        return jnp.zeros_like(target)
+
     @property
     def unit(self) -> float:
         """The scale of the loss, used to recognise steep outputs with tiny curvature."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.scipy.special import xlog1py
+from jax.scipy.special import gammaln, xlog1py
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
@@ -98,6 +98,11 @@ class BinomialNLL(_Binomial):
     def root(self, output: Array, target: Array) -> Array:
         return jnp.sqrt(self._trials_of(output)) * binomial_root(output)
 
+    def saturated(self, target: Array) -> Array:
+        trials = self._trials_of(target)
+        ways = gammaln(trials + 1) - gammaln(target + 1) - gammaln(trials - target + 1)
+        return ways - _least_of_both(target, trials - target)
+
     def check(self, outputs, targets: PyTree[Array]) -> None:
         super().check(outputs, targets)
         for successes in known(targets) if known(self.trials) else ():
@@ -160,12 +165,22 @@ class NegativeBinomialNLL(_Binomial):
         odds, _ = self._odds_and_failures(output, target)
         return jnp.sqrt(jax.nn.sigmoid(odds) / self.dispersion)
 
+    def saturated(self, target: Array) -> Array:
+        failures = 1 / jnp.asarray(self.dispersion, target.dtype)
+        ways = gammaln(target + failures) - gammaln(failures) - gammaln(target + 1)
+        return ways - _least_of_both(target, failures)
+
 
 def _value(odds: Array, successes: Array, failures: Array) -> Array:
     r"""Return $-y\log p - z\log(1 - p)$ minus its value at $p = y/(y + z)$, for y
     successes and z failures."""
     of_each = successes * jax.nn.softplus(-odds) + failures * jax.nn.softplus(odds)
-    return of_each - _least(successes, failures) - _least(failures, successes)
+    return of_each - _least_of_both(successes, failures)
+
+
+def _least_of_both(successes: Array, failures: Array) -> Array:
+    r"""Return $-y\log p - z\log(1 - p)$ at $p = y/(y + z)$."""
+    return _least(successes, failures) + _least(failures, successes)
 
 
 def _least(number: Array, others: Array) -> Array:

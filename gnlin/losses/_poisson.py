@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax.scipy.special import xlogy
+from jax.scipy.special import gammaln, xlogy
 from jaxtyping import Array, Scalar
 
 from .._common._checks import check_flag
@@ -51,6 +51,9 @@ class PoissonNLL(AbstractElementwiseLoss):
             return jnp.exp(output) - target * output - least
         rate = jnp.where(output > 0, output, jnp.nan)
         return rate - xlogy(target, rate) - least
+
+    def saturated(self, target: Array) -> Array:
+        return xlogy(target, target) - target - gammaln(target + 1)
 
     def decrease(self, outputs, new_outputs, target) -> Scalar:
         def each(f, g, y):
