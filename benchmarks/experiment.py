@@ -490,16 +490,20 @@ def write_results(
     made: Sequence[Made],
     borrowed: int = 0,
 ) -> list[Verdict]:
-    """Write the table, verdicts, figures and settings of all runs of an experiment."""
+    """Write the table, verdicts, figures and settings of all runs of an experiment, in
+    this order, so that a figure that fails leaves the table and the verdicts."""
     console, name, out = Console(), folder.name, folder.path
     all_runs = [each.runs for each in made]
     seconds = sum(each.seconds for each in made)
     verdicts = experiment.judge(settings, all_runs)
-    captions = experiment.draw(settings, all_runs, out)
     stem = name.replace("-", "_")
     rows = [row for runs in all_runs for row in runs.rows(_first_seed(settings, runs))]
     _results.write_table(out / f"{stem}.csv", rows)
     _results.write_csv(out / "verdicts.csv", verdicts)
+    print_verdicts(console, verdicts)
+    if folder.described["scale"] == "quick":
+        console.print("This was a quick test run, whose verdicts are meaningless.")
+    captions = experiment.draw(settings, all_runs, out)
     num_runs = sum(runs.num_seeds for runs in all_runs)
     num_runs *= experiment.runs_at_a_point(settings)
     results = {
@@ -513,9 +517,6 @@ def write_results(
         "axes": _axes(all_runs),
     }
     folder.write_settings(results)
-    print_verdicts(console, verdicts)
-    if folder.described["scale"] == "quick":
-        console.print("This was a quick test run, whose verdicts are meaningless.")
     source = f" (reused from {experiment.runs_of})" if borrowed else ""
     console.print(
         f"{num_runs} runs{source} in {seconds:.0f} s. Written to {out}: "

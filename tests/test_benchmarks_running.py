@@ -174,6 +174,23 @@ def test_without_resume_all_runs_are_repeated(calls, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_a_figure_that_fails_leaves_the_table_and_the_verdicts(calls, tmp_path, capsys):
+    def fail(settings, all_runs, out):
+        raise ValueError("all values are <= 0")
+
+    broken = Calls(draw=fail)
+    with pytest.raises(ValueError, match="all values"):
+        broken.run(tmp_path)
+    assert "it is positive" in (tmp_path / "verdicts.csv").read_text()
+    assert "it is positive" in capsys.readouterr().out
+    table = (tmp_path / "made_up.csv").read_text()
+    assert not settings_of(tmp_path)["finished"]
+    calls.run(tmp_path, resume=True)
+    assert not calls.trained
+    assert (tmp_path / "made_up.csv").read_text() == table
+    assert settings_of(tmp_path)["finished"]
+
+
 def test_results_that_cannot_be_recomputed_are_not_deleted(calls, tmp_path):
     calls.run(tmp_path)
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
