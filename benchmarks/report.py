@@ -100,10 +100,7 @@ def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
     kept = page is not None
     results = [_result(folder, name, kept) for name in names]
     if not any((folder / name / "settings.json").exists() for name in names):
-        raise Refusal(
-            f"'{folder}' has no results of an experiment in a folder of its own; make "
-            "some by `python -m benchmarks all`, or name another folder with --out."
-        )
+        raise Refusal(_no_results(folder))
     results = _corrected(results)
     there = page or folder
     blocks = _page(folder, results, there / "report", kept)
@@ -127,6 +124,21 @@ def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
         f"The report has {num_found} of {len(results)} experiments and {len(images)} "
         f"figures. Written: {', '.join(texts)} and report/ in {there}, report.json in "
         f"{folder}."
+    )
+
+
+def _no_results(folder: Path) -> str:
+    """Say why a folder has no results, and name those that bear other names."""
+    others = sorted(path.parent.name for path in folder.glob("*/settings.json"))
+    if others:
+        return (
+            f"Each folder in '{folder}' must bear the name of its experiment, such as "
+            f"'k-sweep', but it holds {', '.join(map(repr, others))}; rename them, or "
+            "name another folder with --out."
+        )
+    return (
+        f"'{folder}' has no results of an experiment in a folder of its own; make some "
+        "by `python -m benchmarks all`, or name another folder with --out."
     )
 
 

@@ -273,6 +273,16 @@ def test_an_empty_folder_is_refused_and_left_alone(exists, tmp_path):
     assert not exists or not list(folder.iterdir())
 
 
+def test_folders_that_do_not_bear_the_name_of_an_experiment_are_named(tmp_path):
+    for name in ("batch-reg", "k-sweep-reg"):
+        leave(tmp_path, "k-sweep").rename(tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(Refusal, match="must bear the name of its experiment") as refusal:
+        report.write(tmp_path, NAMES)
+    assert "holds 'batch-reg', 'k-sweep-reg'" in str(refusal.value)
+    assert "notes" not in str(refusal.value)
+
+
 def test_the_same_results_give_the_same_pages(tmp_path):
     leave(tmp_path, "k-sweep")
     assert written(tmp_path) == written(tmp_path)
