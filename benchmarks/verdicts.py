@@ -8,9 +8,10 @@ The interval is the percentile interval, widened as if the resampled means were 
 Student's quantile were used for them (Hesterberg). With few seeds it is as wide as
 Student's, and it stays within the statistic's own bounds. With fewer than five seeds it
 would be too narrow, as no resample lies beyond the data; then it is the wider one of this
-and Student's. The p-value is found by inverting the interval. Beyond the range of the
-resamples it is Student's p-value, which is close to it there. It is smaller than an exact
-test of a few seeds could give, and the page names it Student's.
+and Student's, which may leave these bounds. The p-value is found by inverting the
+interval. Beyond the range of the resamples it is Student's p-value, which is close to it
+there. It is smaller than an exact test of a few seeds could give, and the page names it
+Student's.
 
 ??? cite "References"
 
