@@ -46,11 +46,22 @@ def figure(path: Path, width: float = 10.0, height: float = 6.0) -> Iterator[Fig
     with matplotlib.rc_context(_STYLE):
         drawing = Figure(figsize=(width, height))
         yield drawing
+        _limit_empty_axes(drawing)
         for kind in ("png", "pdf"):
             write_whole(
                 path.with_suffix(f".{kind}"),
                 lambda part, kind=kind: drawing.savefig(part, format=kind),
             )
+
+
+def _limit_empty_axes(drawing: Figure) -> None:
+    """Give logarithmic axes without a finite value limits: they would keep those of a
+    linear axis, and could not be drawn."""
+    for axes in drawing.axes:
+        if axes.get_xscale() == "log" and min(axes.get_xlim()) <= 0:
+            axes.set_xlim(1, 10)
+        if axes.get_yscale() == "log" and min(axes.get_ylim()) <= 0:
+            axes.set_ylim(1, 10)
 
 
 def band(
@@ -65,8 +76,21 @@ def band(
     known = np.isfinite(values).any(axis=0)
     x, values = np.asarray(x)[known], values[:, known]
     axes.plot(x, np.nanmean(values, axis=0), look, color=colour, label=label)
-    low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    fill(axes, x, np.nanmin(values, axis=0), np.nanmax(values, axis=0), colour)
+
+
+def fill(
+    axes: Any,
+    x: Float[ndarray, " points"],
+    low: Float[ndarray, " points"],
+    high: Float[ndarray, " points"],
+    colour: Any,
+) -> None:
+    """Draw ranges as a band, or as a bar at a single point, where a band has no width."""
+    if len(x) == 1:
+        axes.vlines(x, low, high, color=colour, alpha=0.5)
+    else:
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def field(

@@ -28,7 +28,7 @@ from .. import equations, thresholds
 from .._results import write_whole
 from ..data import digits, nist
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, Settings
-from ..figures import BLACK, BLUE, figure, shades
+from ..figures import BLACK, BLUE, figure, fill, shades
 from ..networks.mlp import TanhMLP
 from ..verdicts import judge, Verdict
 from .nist import attempt, through_optimistix
@@ -379,7 +379,7 @@ def draw(settings: Ratio, all_runs: Sequence[Runs], out: Path) -> Mapping[str, s
                 mean = 10 ** logs.mean(axis=0)
                 ends = 10 ** logs.min(axis=0), 10 ** logs.max(axis=0)
                 panel.plot(at, mean, "o-", color=colour, label=f"{look} steps")
-                panel.fill_between(at, *ends, color=colour, alpha=0.15, linewidth=0)
+                fill(panel, at, *ends, colour)
             panel.set(yscale="log", ylabel="Loss")
             panel.set_title(PROBLEMS[name].title, fontsize="small")
         solved, steps = solved_and_log_steps(settings, all_runs)

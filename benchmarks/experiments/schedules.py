@@ -269,6 +269,8 @@ def draw(
     with figure(out / "schedules.png", width=12, height=8.4) as drawing:
         panels = drawing.subplots(2, 2)
         (steps, damping), (network, periods) = panels
+        for axes in (damping, network):
+            axes.sharey(steps)  # before drawing, so that the limits include all data
         for axes, by, name, title in (
             (steps, STEPS, LINEARISED, "K steps: last linearised network"),
             (damping, DAMPING, LINEARISED, "Damping: last linearised network"),
@@ -297,8 +299,6 @@ def draw(
             periods.plot(numbers, of_update, ".-", color=colour)
         periods.set(yscale="log", xlabel="Feature update", ylabel="Period $K$")
         periods.set_title(f"Periods with {shown:,} feature updates")
-        for axes in (damping, network):
-            axes.sharey(steps)
     untrained = sum(int(np.sum(~trained(runs))) for runs in all_runs)
     caption = (
         "Test accuracy over the number of feature updates after "

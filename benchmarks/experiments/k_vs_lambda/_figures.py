@@ -18,7 +18,7 @@ from gnlin import filters
 
 from ... import thresholds
 from ...experiment import only, Runs
-from ...figures import BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from ...figures import BLACK, BLUE, figure, fill, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from ...thresholds import MOST_UNFINISHED
 from ...training import flow_error, FLOW_FROM
 from ...verdicts import interval
@@ -263,9 +263,7 @@ def _draw_curve(axes: Axes, runs: Runs, column: str, look: dict[str, Any]) -> No
     lowest, highest = (
         where_stable(runs, bound(values, axis=0)) for bound in (np.min, np.max)
     )
-    axes.fill_between(
-        damping, lowest, highest, color=look["color"], alpha=0.15, linewidth=0
-    )
+    fill(axes, damping, lowest, highest, look["color"])
 
 
 def _shade(axes: Axes, a: Runs, b: Runs) -> None:
@@ -327,9 +325,7 @@ def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> N
         label = f"{len(task.train[0])} images, {width} units"
     mean = np.nanmean(parts[:, known], axis=0)
     axes.plot(dampings[known], mean, "o-", color=colour, label=label)
-    axes.fill_between(
-        dampings[known], low[known], high[known], color=colour, alpha=0.15, linewidth=0
-    )
+    fill(axes, dampings[known], low[known], high[known], colour)
     if task.loss.is_quadratic and not task.in_decades:
         left = scale * difference_at_equal_solution(task, a, b)
         some = np.isfinite(left).mean(axis=0) > MOST_UNFINISHED
@@ -435,7 +431,7 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
     low, high = np.array(ends).reshape(-1, 2).T
     axes.plot(damping[shown], ratios, "o-", color=BLACK, label="networks, median")
     if len(errors) > 1:
-        axes.fill_between(damping[shown], low, high, color=BLACK, alpha=0.12, linewidth=0)
+        fill(axes, damping[shown], low, high, BLACK)
     for part, label, colour in (
         ("squared_bias", "linear problem, squared bias", PURPLE),
         ("variance", "linear problem, variance", GREEN),
@@ -525,7 +521,7 @@ def _draw_filters(
         handles, labels = axes[0, 0].get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
         drawing.legend(
-            unique.values(), unique, loc="outside lower center", ncols=len(unique)
+            unique.values(), unique, loc="outside lower center", ncols=2 * len(tasks)
         )
 
 
