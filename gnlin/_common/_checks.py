@@ -264,13 +264,24 @@ _LIBRARIES = frozenset(
 )
 
 
+# What JAX raises for `np.exp`, `float` or a Python `if` on traced arrays
+NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 def is_own(error: Exception) -> bool:
     """Whether an error from a user's function should be passed on unchanged.
 
     This holds if a `raise` statement of the user's code raised it, rather than a library
     or an operation on the function's arguments. It also holds for JAX's own kinds of
-    errors, such as for `np.exp` in place of `jnp.exp`, which explain themselves.
+    errors, except where an array's value is missing, which `first_line` explains.
     """
+    if isinstance(error, NEEDS_A_VALUE):
+        return False
     if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return True
     last = error.__traceback__
@@ -284,7 +295,14 @@ def is_own(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without its full stop."""
+    """Return the first line of an error's message, without its full stop; or what to do
+    where JAX has no value."""
+    if isinstance(error, NEEDS_A_VALUE):
+        return (
+            "it needs the value of an array, which JAX does not have while it traces: "
+            "use JAX's operations, such as `jnp.exp` for `np.exp` or `math.exp`, leave "
+            "`float` out, and for a Python `if` use `jnp.where` or `jax.lax.cond`"
+        )
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common._canonical import of_one_example
-from .._common._checks import first_line, is_own, is_traced
+from .._common._checks import first_line, is_own, is_traced, NEEDS_A_VALUE
 from ._arrays import as_array, as_floats
 from ._curve import broadcast, Curve, Data, flat, wholly_missing
 
@@ -102,13 +102,12 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
                 f"shapes are {jax.tree.map(jnp.shape, free)}."
             )
     if isinstance(out, Exception):
-        of_numpy = isinstance(out, jax.errors.TracerArrayConversionError)
-        about_types = isinstance(out, TypeError | ValueError)
-        if (is_own(out) or not about_types) and not of_numpy:
+        about_types = isinstance(out, (TypeError, ValueError, *NEEDS_A_VALUE))
+        if is_own(out) or not about_types:
             raise out
         raise ValueError(
             "`f(parameters, x)` failed (it must take these two arguments and use JAX's "
-            f"operations): {type(out).__name__}: {first_line(out)}."
+            f"operations): {first_line(out)}."
         ) from out
     sizes = [[leaf.size for leaf in jax.tree.leaves(each)] for each in (tree, out)]
     hint = ": flatten the one with more axes, by `.ravel()`" * (sizes[0] == sizes[1])

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common._canonical import canonical, of_one_example
-from .._common._checks import first_line, is_own
+from .._common._checks import first_line, is_own, NEEDS_A_VALUE
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
 from .._jacobian import PerExample
@@ -176,7 +176,8 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
                 "The model has dropout but no argument `key`: define `__call__(self, x, "
                 "key)`, and pass the key on."
             ) from error
-        if is_own(error) or not isinstance(error, TypeError | ValueError):
+        about_types = isinstance(error, (TypeError, ValueError, *NEEDS_A_VALUE))
+        if is_own(error) or not about_types:
             raise
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "
