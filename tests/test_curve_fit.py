@@ -1283,6 +1283,12 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
     assert held.parameters["fast"] == start["fast"]
 
 
+class Solved(eqx.Module):
+    """Like the solution of a differential equation, whose description is long."""
+
+    ys: jax.Array
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -1354,6 +1360,10 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
             "`f` must take the parameters first",
         ),
         ({"f": lambda x, p: decay(p, x)}, "`f` must take the parameters first"),
+        (
+            {"f": lambda p, x: Solved(p["a"] * x)},
+            r"shapes of `y`, \(50,\), but has those of a Solved .return its arrays",
+        ),
         ({"f": lambda x, a, b: a * x}, "`f.parameters, x.` failed .it must take these"),
         ({"solver": "lm"}, "`solver` must be one of gnlin's"),
         (

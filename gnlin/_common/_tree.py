@@ -284,6 +284,17 @@ def any_nonzero(x: PyTree[Array]) -> Bool[Array, ""]:
     return jnp.any(jnp.stack([jnp.any(leaf != 0) for leaf in joined(x)]))
 
 
+def shapes_in_words(tree: PyTree) -> str:
+    """Return the shapes of a pytree of arrays, or an object's kind, whose description
+    would be long."""
+    if isinstance(tree, eqx.Module):
+        return (
+            f"those of a {type(tree).__name__} (return its arrays, such as "
+            "`solution.ys` of diffrax)"
+        )
+    return str(jax.tree.map(jnp.shape, tree))
+
+
 def in_words(module: Any) -> str:
     """Return a dataclass's `repr` with its scalars as numbers, and without defaults."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
+from .._common import _tree
 from .._common._canonical import of_one_example
 from .._common._checks import first_line, is_own, is_traced, NEEDS_A_VALUE
 from ._arrays import as_array, as_floats
@@ -81,7 +82,8 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
                     "same kind."
                 )
         return values
-    if _shapes(_with_swapped_arguments(curve, free, kept, x)) == _shapes(tree):
+    swapped = _with_swapped_arguments(curve, free, kept, x)
+    if _shapes(swapped) == _shapes(tree) and _shapes(out) != _shapes(x):
         raise ValueError(
             "`f(start, x)` does not have the shapes of `y`, but `f(x, start)` has: `f` "
             "must take the parameters first, `f(parameters, x)`."
@@ -113,8 +115,7 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
     hint = ": flatten the one with more axes, by `.ravel()`" * (sizes[0] == sizes[1])
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
-        f"{jax.tree.map(jnp.shape, tree)}, but has "
-        f"{jax.tree.map(lambda o: o.shape, out)}{hint}."
+        f"{_tree.shapes_in_words(tree)}, but has {_tree.shapes_in_words(out)}{hint}."
     )
 
 

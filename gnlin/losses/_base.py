@@ -209,9 +209,9 @@ def check_shapes(outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]) 
     given = jax.tree.map(lambda t: t.shape, targets)
     if expected != given:
         raise ValueError(
-            f"The targets must have the shape of the model's outputs, {expected}, but "
-            f"have {given}; reshape them, or for labels use "
-            "`gnlin.SoftmaxCrossEntropy()`."
+            "The targets must have the shape of the model's outputs, "
+            f"{_tree.shapes_in_words(outputs)}, but have {given}; reshape them, or for "
+            "labels use `gnlin.SoftmaxCrossEntropy()`."
         )
 
 
