@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
+import pandas as pd
 import pytest
 from jax.flatten_util import ravel_pytree
 from problems import numbers
@@ -354,6 +355,18 @@ MISTAKES = {
         lambda: {"a": gnlin.Residuals(boundary, (EDGES, INSIDE))},
         r"All arrays of the group 'a' .* \(5, 2\) and \(12, 2\)",
     ),
+    "a list of numbers": (
+        lambda: {"a": gnlin.Residuals(boundary, EDGES.tolist())},
+        "data of the group 'a' must have a leading axis .* by `jnp.array`",
+    ),
+    "lengths of many": (
+        lambda: {"a": gnlin.Residuals(boundary, [EDGES, EDGES, INSIDE, INSIDE])},
+        r"but have the shapes \(5, 2\) and \(12, 2\)\.$",
+    ),
+    "a masked array": (
+        lambda: {"a": gnlin.Residuals(boundary, np.ma.masked_less(EDGES, 0.5))},
+        "data of the group 'a' .* hold a masked array, whose mask would be lost",
+    ),
     "no arrays": (
         lambda: {"a": gnlin.Residuals(boundary, "points")},
         "data of the group 'a' must be arrays",
@@ -417,6 +430,15 @@ def test_mistakes_of_fit(options, words):
 def test_errors_of_weights(weight):
     with pytest.raises(ValueError, match="`weight` must"):
         gnlin.Residuals(boundary, EDGES, weight=weight)
+
+
+def test_a_data_frame_is_its_columns():
+    x, y = np.linspace(0, 1, 10), np.linspace(0, 2, 10)
+    fn = lambda p, row: p * row["x"] - row["y"]
+    start, columns = jnp.array(0.0), {"x": x, "y": y}
+    frame = gnlin.Residuals(fn, pd.DataFrame(columns))
+    found = [gnlin.solve(start, g).model for g in (frame, gnlin.Residuals(fn, columns))]
+    np.testing.assert_array_equal(*found)
 
 
 def test_an_example_that_is_not_finite_is_named():

@@ -378,6 +378,7 @@ def test_errors_of_arguments(unchecked):
         "0 examples": lambda: kernel(x, x[:0]),
         "hold a scalar": lambda: kernel(1.0),
         "must be arrays of numbers": lambda: kernel("inputs"),
+        "hold a masked array": lambda: kernel(np.ma.masked_less(np.ones((3, 2)), 0)),
         "of numbers, but hold <U": lambda: kernel(np.array(["a", "b"])),
         "pass fewer inputs": lambda: gnlin.TangentKernel(
             model, memory_budget=60_000

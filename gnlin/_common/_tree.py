@@ -284,6 +284,17 @@ def any_nonzero(x: PyTree[Array]) -> Bool[Array, ""]:
     return jnp.any(jnp.stack([jnp.any(leaf != 0) for leaf in joined(x)]))
 
 
+def columns(tree: PyTree) -> PyTree:
+    """Return data frames as dictionaries of their columns, and the others unchanged."""
+
+    def of_one(value):
+        if hasattr(value, "columns") and hasattr(value, "to_numpy"):
+            return {str(name): value[name] for name in value.columns}
+        return value
+
+    return jax.tree.map(of_one, tree)
+
+
 def shapes_in_words(tree: PyTree) -> str:
     """Return the shapes of a pytree of arrays, or an object's kind, whose description
     would be long."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._common import _tree
 from .._common._checks import to_jax
 
 
@@ -23,13 +24,7 @@ def as_x(x: PyTree[Any]) -> PyTree[Array]:
 def columns_of(x: PyTree[Any]) -> PyTree[Any]:
     """Return a data frame as a dictionary of its columns, and the others as by
     `arrays_of`."""
-
-    def of_one(value):
-        if hasattr(value, "columns") and hasattr(value, "to_numpy"):
-            return {str(name): value[name] for name in value.columns}
-        return value
-
-    return arrays_of(jax.tree.map(of_one, x))
+    return arrays_of(_tree.columns(x))
 
 
 def arrays_of(values: PyTree[Any]) -> PyTree[Any]:

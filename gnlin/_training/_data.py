@@ -87,7 +87,7 @@ def as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
 
 def as_inputs(inputs: PyTree) -> PyTree:
     """Return checked inputs. NumPy arrays are not copied: they may exceed the memory."""
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray) and not _is_masked(x)
     inputs = jax.tree.map(lambda x: x if is_array(x) else _as_array("inputs", x), inputs)
     for x in jax.tree.leaves(inputs):
         if isinstance(x, np.ndarray) and x.dtype.kind not in "biufV":
@@ -108,12 +108,25 @@ def _as_array(name: str, x: Any) -> Array:
         return to_jax(x)
     except (TypeError, ValueError) as error:
         what = f"dtype {x.dtype}" if hasattr(x, "dtype") else repr(x)
+        if _is_masked(x):
+            what = "a masked array, whose mask would be lost: leave masked examples out"
         raise ValueError(
             f"The {name} must be arrays of numbers, but hold {what}."
         ) from error
 
 
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, np.ma.MaskedArray)
+
+
 def _lengths(name: str, tree: PyTree) -> set[int]:
+    if any(map(jnp.iscomplexobj, jax.tree.leaves(tree))):
+        raise ValueError(f"The {name} must be real, but are complex.")
+    return leading_lengths(name, tree)
+
+
+def leading_lengths(name: str, tree: PyTree) -> set[int]:
+    """Return the lengths of leading axes; raise `ValueError` if an array has none."""
     leaves = jax.tree.leaves(tree)
     if not leaves:
         raise ValueError(f"There is no data: the {name} hold no array.")
@@ -122,8 +135,6 @@ def _lengths(name: str, tree: PyTree) -> set[int]:
             f"The {name} must have a leading axis over examples, but hold a scalar; "
             "convert a list of numbers to an array by `jnp.array`."
         )
-    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
-        raise ValueError(f"The {name} must be real, but are complex.")
     return {leaf.shape[0] for leaf in leaves}
 
 

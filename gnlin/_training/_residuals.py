@@ -26,7 +26,7 @@ from ..losses import (
     SquaredError,
 )
 from ..losses._base import check_loss
-from ._data import a_kind_of, as_arrays, rows_not_finite
+from ._data import a_kind_of, as_arrays, leading_lengths, rows_not_finite
 from ._group_network import check_selection, Group, GroupNetwork
 from ._model import partition
 
@@ -47,8 +47,9 @@ class Residuals(AbstractRecognised):
 
     - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
         arrays. It may differentiate the model with respect to its input.
-    - `data`: the examples, a pytree of arrays with a leading axis over examples. They get
-        at least the parameters' precision, which derivatives by them have. In
+    - `data`: the examples, a pytree of arrays with a leading axis over examples; a data
+        frame is a dictionary of its columns. They get at least the parameters'
+        precision, which derivatives by them have. In
         [`gnlin.fit`][], it may be a function `points(key)` that draws such arrays for
         each step. Without data, `fn` returns all residuals at once: it is called as
         `fn(y, args)` with optimistix's `args`, or with `args=None` elsewhere, where it is
@@ -215,17 +216,18 @@ def as_groups(data: Any) -> GroupsByName | None:
 def _with_arrays(name: str, group: Residuals) -> Residuals:
     if callable(group.data):
         return _sampled(name, group)
-    trees = {"data": group.data, "targets": group.targets}
-    trees = as_arrays(f"data of the group {name!r}", trees)
+    trees = {"data": _tree.columns(group.data), "targets": group.targets}
+    of_data = f"data of the group {name!r}"
+    trees = as_arrays(of_data, trees)
     if group.data is None:  # all residuals form one example
         targets = jax.tree.map(lambda x: x[None], trees["targets"])
         return _with(group, None, targets)
     leaves = jax.tree.leaves(trees)
     if not jax.tree.leaves(trees["data"]):
         raise ValueError(f"The group {name!r} has no data: pass arrays.")
-    lengths = {leaf.shape[0] if leaf.ndim > 0 else None for leaf in leaves}
-    if None in lengths or len(lengths) > 1:
-        found = " and ".join(str(leaf.shape) for leaf in leaves)
+    lengths = leading_lengths(of_data, trees)
+    if len(lengths) > 1:
+        found = " and ".join(dict.fromkeys(str(leaf.shape) for leaf in leaves))
         raise ValueError(
             f"All arrays of the group {name!r} must have a leading axis over the same "
             f"number of examples, but have the shapes {found}."
