@@ -16,7 +16,7 @@ from ._common._progress import Bar
 from ._common._sharding import automatic, choosing, mesh_of, on_mesh, places
 from ._linearisation._bounds import check_start
 from ._linearisation._objective import GroupLosses
-from ._linearisation._retraction import Retraction
+from ._linearisation._retraction import flaw_of
 from ._solver import (
     AbstractGaussNewton,
     as_solver,
@@ -191,9 +191,7 @@ def solve(
             row = {name: x[-1] for name, x in rows.items() if len(x)}
             given = not_finite(*batch) if groups is None else where_not_finite(groups)
             given = given or group_not_finite(row)
-            if not given and solver.retraction is not None:
-                end = carry.parameters
-                given = Retraction.of(solver.retraction, end).flaw(end)
+            given = given or flaw_of(solver.retraction, carry.parameters)
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
                 f"{why} {given}".rstrip()
@@ -206,6 +204,8 @@ def solve(
         elif ended in WELL and history:
             converged = ended == "successful"
             doubt = after_full_batch(rows, float(loss_now), converged=converged)
+            if doubt:
+                doubt = flaw_of(solver.retraction, carry.parameters) or doubt
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,

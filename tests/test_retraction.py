@@ -273,6 +273,44 @@ def test_a_retraction_that_forgets_the_row():
         gnlin.solve(jnp.array([1.0, 0.0]), gnlin.Residuals(residuals), solver)
 
 
+def divided(u, s):
+    length = jnp.linalg.norm(s)
+    return jnp.cos(length) * u + jnp.sin(length) * s / length
+
+
+def finite(u, s):
+    """Its value is finite, and its derivative NaN."""
+    length = jnp.linalg.norm(s)
+    return jnp.cos(length) * u + jnp.sinc(length / jnp.pi) * s
+
+
+def constant(u, s):
+    """One `jnp.where`: the derivative is zero."""
+    return jnp.where(jnp.any(s != 0), divided(u, s), u)
+
+
+@pytest.mark.parametrize("fn", [divided, finite, constant])
+def test_a_retraction_that_is_not_finite_at_a_zero_step(fn):
+    group = gnlin.Residuals(lambda u, _: u - jnp.array([0.6, 0.8]))
+    solver = gnlin.LevenbergMarquardt(retraction=lambda u, s: fn(u, s - u * (u @ s)))
+    with pytest.warns(UserWarning, match="must be finite for a step of zero"):
+        gnlin.solve(jnp.array([1.0, 0.0]), group, solver)
+
+
+def test_a_retraction_that_fails_on_a_row():
+    of_matrix = lambda u, s: jnp.linalg.qr(u + s)[0]
+    with pytest.raises(ValueError, match=r"row, of the shape \(2,\) .* \(5, 2\), .*qr"):
+        Retraction.of(of_matrix, jnp.ones((5, 2)))
+    assert Retraction.of(of_matrix, jnp.ones((1, 5, 2))).whole == [False]
+
+    def of_four(row, step):
+        a, b, c, d = row + step
+        return jnp.stack([a, b, c, d])
+
+    with pytest.raises(ValueError, match=r"one row, of the shape \(3,\).*`None`"):
+        Retraction.of(of_four, {"turn": jnp.ones(4), "shift": jnp.ones(3)})
+
+
 def in_frame(turn):
     """Return the residuals, the start and the retraction of a pose whose position moves
     along its own axes, which are turned by an angle."""

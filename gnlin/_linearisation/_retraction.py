@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
-from .._common._checks import check_callable
+from .._common._checks import check_callable, first_line, is_own
 
 
 class Retraction(eqx.Module):
@@ -58,9 +58,18 @@ class Retraction(eqx.Module):
         return structure.unflatten(list(map(each, self.fns, self.whole, leaves, steps)))
 
     def flaw(self, y: PyTree[Array]) -> str:
-        """Return a sentence if a step of zero moves parameters near y, or ""."""
+        """Return a sentence if a step of zero moves parameters near y, or has no
+        derivative there; else ""."""
         near = self.moved(y, jax.tree.map(lambda x: jnp.full_like(x, 1e-2), y))
         still = self.moved(near, _tree.zeros_like(y))
+        slopes = [slope for slope in self.tangents(near) if slope is not None]
+        if not (_tree.all_finite((still, slopes)) and all(map(jnp.any, slopes))):
+            return (
+                "`retraction` must be finite for a step of zero, and its derivative must "
+                "be finite and not zero: if it takes the norm of the step, take the root "
+                "of `jnp.where(square > 0, square, 1)`, and the limit of a quotient by "
+                "another `jnp.where`."
+            )
         change = _tree.norm(jax.tree.map(jnp.subtract, still, near))
         if not change > _tree.eps(y) ** 0.5 * _tree.norm(y):
             return ""
@@ -81,6 +90,11 @@ class Retraction(eqx.Module):
             return by_step.reshape(-1, size, size)
 
         return list(map(each, self.fns, self.whole, jax.tree.leaves(y)))
+
+
+def flaw_of(given: Any, y: PyTree[Array]) -> str:
+    """Return a flaw of the retraction that a solver was given, if any, or ""."""
+    return "" if given is None else Retraction.of(given, y).flaw(y)
 
 
 def _is_a_row(fn: Any, x: Array) -> bool:
@@ -104,7 +118,17 @@ def _is_a_row(fn: Any, x: Array) -> bool:
             if _returned(fn, row) == row.shape and _acts_on_entries(fn, whole):
                 return False
         row = whole
-    found = _returned(fn, row)
+    try:
+        found = _returned(fn, row)
+    except (IndexError, TypeError, ValueError) as error:
+        if is_own(error):
+            raise
+        raise ValueError(
+            f"`retraction` is called on one row, of the shape {row.shape} of an array of "
+            f"the shape {x.shape}, but failed ({first_line(error)}): pass `None` for "
+            "arrays that it does not move, and a single parameter of several axes `x` as "
+            "`x[None]`."
+        ) from error
     if found != row.shape:
         returned = "no array" if found is None else f"the shape {found}"
         raise ValueError(
