@@ -74,7 +74,8 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
 
     def end_of(k: int, sign: int) -> float:
         centre, unit, start = float(best[k]), float(errors[k]), best
-        reach = float(box.upper[k]) - centre if sign > 0 else centre - float(box.lower[k])
+        bound = float((box.upper if sign > 0 else box.lower)[k])
+        reach = sign * (bound - centre)
         if not is_inner[k]:
             if reach == 0:
                 return centre
@@ -83,12 +84,14 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             return np.nan
         # A bracket of the end, and the step into it, in standard errors.
         near, far, step, distance = 0.0, np.inf, quantile, 0.0
-        is_astray = False
+        is_astray, is_at_bound, value = False, False, centre
         for number in range(_MOST_REFITS):
             step = min(step, reach / unit)
-            distance, start = risen(k, centre + sign * step * unit, start)
+            is_at_bound = step >= reach / unit
+            value = bound if is_at_bound else centre + sign * step * unit
+            distance, start = risen(k, value, start)
             is_below = distance < quantile
-            is_last = is_below and step >= min(reach / unit, _FARTHEST)
+            is_last = is_below and (is_at_bound or step >= _FARTHEST)
             if is_last or abs(distance - quantile) <= _NEAR * quantile:
                 break
             is_huge = number == 0 and unit > _ASTRAY * abs(centre) > 0
@@ -101,9 +104,8 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             middle = widest if np.isinf(far) else 0.5 * (near + far)
             is_inside = near < secant < min(far, widest) and not is_astray
             step = secant if is_inside else middle
-        is_at_bound = np.isfinite(reach) and step >= reach / unit
         is_met = is_at_bound or abs(distance - quantile) <= 1e-3 * quantile
-        return centre + sign * step * unit if is_met else sign * np.inf
+        return value if is_met else sign * np.inf
 
     low, high = ([end_of(k, sign) for k in range(best.size)] for sign in (-1, 1))
     return of_all(low), of_all(high)
