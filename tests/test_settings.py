@@ -36,6 +36,11 @@ def test_a_function_is_refused_as_a_number(check, given):
         check("rate", given)
 
 
+def test_a_schedule_that_is_refused_names_those_that_are_supported():
+    with pytest.raises(ValueError, match=r"`DampedGaussNewton`.* `optax.sgd\(schedule\)`"):
+        gnlin.IterativeLinearisation(DECAYING, 0.1)
+
+
 def test_settings_that_accept_schedules():
     gnlin.DampedGaussNewton(DECAYING)
     gnlin.TruncatedGaussNewton(DECAYING, DECAYING)

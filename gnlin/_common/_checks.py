@@ -64,7 +64,13 @@ def _check(name: str, value: Any, holds: Callable[[np.ndarray], Any], what: str)
     # A Python integer may be too large for NumPy's integer types, but not for a float.
     number = np.asarray(float(value) if type(value) is int else value)
     if number.dtype.kind not in "iuf" or isinstance(value, list | tuple):
-        raise ValueError(f"`{name}` must be a real number, but {value!r} was given.")
+        hint = (
+            ": a schedule may be the damping of `DampedGaussNewton` or of "
+            "`TruncatedGaussNewton`, or be inside an `optimiser`, `optax.sgd(schedule)`"
+        ) * inspect.isroutine(value)
+        raise ValueError(
+            f"`{name}` must be a real number, but {value!r} was given{hint}."
+        )
     if not np.all(holds(number)):
         raise ValueError(f"`{name}` must {what}, but {value} was given.")
 
@@ -297,7 +303,8 @@ def is_own(error: Exception) -> bool:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, without its full stop; or what to do
     where JAX has no value."""
-    if isinstance(error, NEEDS_A_VALUE):
+    is_if = "truth value of an array" in str(error)
+    if isinstance(error, NEEDS_A_VALUE) or is_if:
         return (
             "it needs the value of an array, which JAX does not have while it traces: "
             "use JAX's operations, such as `jnp.exp` for `np.exp` or `math.exp`, leave "
