@@ -554,6 +554,7 @@ def test_mixed_precision_of_parameters_and_outputs():
     ("y", "words"),
     [
         (jnp.arange(3), "dtype int64"),
+        ([jnp.ones(2), jnp.tanh], "an Equinox model use `gnlin.features.linearise_mod"),
         ({"a": jnp.ones(2), "b": jnp.array(1j)}, "dtype complex128"),
         (jnp.array([True]), "dtype bool"),
         ({"a": jnp.ones(2), "b": 3}, "dtype int64"),

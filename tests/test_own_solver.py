@@ -197,6 +197,13 @@ class NoFactor(gnlin.authoring.AbstractLoss):
         return jnp.eye(1)
 
 
+class OfEachOutput(gnlin.authoring.AbstractLoss):
+    reduction: str | None = None
+
+    def value(self, outputs, target):
+        return (outputs - target) ** 2
+
+
 class NoOperator(gnlin.preconditioners.AbstractPreconditioner):
     def inverse(self, jacobian, damping):
         return lambda v: v
@@ -219,6 +226,10 @@ class NoOperator(gnlin.preconditioners.AbstractPreconditioner):
         (
             Filtered(lambda w: w.sum()),
             r"value for each eigenvalue, and so an array of the shape \(2,\)",
+        ),
+        (
+            Filtered(lambda w: 1 / w if w > 0.5 else 0.0),
+            "called with the array of all eigenvalues, but .* failed: .* `jnp.where`",
         ),
         (Filtered(lambda w: (w, w)), r"shape \(2,\), but .* returned \("),
         (
@@ -296,5 +307,9 @@ def test_a_filter_of_all_eigenvalues_under_jit():
 
 def test_a_factor_that_is_none():
     x = jnp.linspace(0.0, 1.0, 5)
+    said = r"`value` of OfEachOutput must return one number, .* shape \(3,\)"
+    with pytest.raises(ValueError, match=said):
+        model = lambda y, x: x * y, jnp.ones(3)
+        gnlin.solve(model, (x, jnp.ones((x.size, 3))), loss=OfEachOutput(), max_steps=2)
     with pytest.raises(TypeError, match="`factor` of NoFactor must return a factor"):
         gnlin.solve((exponential, jnp.ones(2)), (x, x), loss=NoFactor(), max_steps=2)

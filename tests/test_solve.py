@@ -650,6 +650,10 @@ MISTAKES = {
         },
         "dtype int64",
     ),
+    "inside a transformation": (
+        {"model": eqx.filter_vmap(network())},
+        "such as `jax.vmap`: pass the model itself, which is called on one example",
+    ),
     "not callable": ({"model": NotCallable(jnp.ones(3))}, "must be callable"),
     "state of none": ({"state": 3}, "has no state: leave `state` out"),
     "state forgotten": ({"model": NORMALISED, "data": DATA}, "pass `state`"),

@@ -273,6 +273,13 @@ def linearised(
     """Linearise as `linearise` does; return also the auxiliary data, or `None`."""
     check_count("memory_budget", memory_budget)
     check_jac(jac)
+    for leaf in jax.tree.leaves(y):
+        if not eqx.is_array_like(leaf):
+            raise ValueError(
+                "The point of a linearisation must hold arrays only, but holds "
+                f"{leaf!r}: for an Equinox model use `gnlin.features.linearise_model`, or "
+                "the arrays from `eqx.partition`."
+            )
     y = jax.tree.map(jnp.asarray, y)
     check_parameters(y)
     if isinstance(fn, PerGroup):

@@ -12,6 +12,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
+from .._common._checks import first_line, is_own
 from .._common._sharding import is_here
 from .._common._tree import gram_of_columns, matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
@@ -25,7 +26,15 @@ Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
 
 def evaluated(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
     """Return g(w). Raise `ValueError` unless it has a value for each eigenvalue."""
-    g = filter(w)
+    try:
+        g = filter(w)
+    except (TypeError, ValueError) as error:
+        if is_own(error):
+            raise
+        raise ValueError(
+            "A filter is called with the array of all eigenvalues, but "
+            f"`{filter}` failed: {first_line(error)}."
+        ) from error
     is_array = eqx.is_array_like(g)
     if not is_array or jnp.shape(g) != w.shape:
         what = f"one of the shape {jnp.shape(g)}" if is_array else repr(g)

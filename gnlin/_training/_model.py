@@ -21,6 +21,10 @@ from .._jacobian import PerExample
 from .._linearisation._linearisation import check_parameters
 
 
+_INSIDE = (
+    "The model is inside a transformation, such as `jax.vmap`: pass the model itself, "
+    "which is called on one example."
+)
 _HALF = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
@@ -72,10 +76,7 @@ def partition(
     if sum(leaf.size for leaf in leaves) == 0:
         if inspect.isroutine(model):
             if any(map(eqx.is_array, jax.tree.leaves(inspect.unwrap(model)))):
-                raise ValueError(
-                    "The model is inside a transformation, such as `jax.vmap`: pass the "
-                    "model itself, which is called on one example."
-                )
+                raise ValueError(_INSIDE)
             raise ValueError(
                 "A plain function has no trainable array: pass it with its parameters, "
                 "as a pair `(fn, parameters)` with `fn(parameters, x)`."
@@ -166,6 +167,8 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
         with full_precision():
             return _function_of(model)(x, *args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if "wrapped with `filter_vmap`" in str(error):
+            raise ValueError(_INSIDE) from error
         if kwargs.get("key") is None and _takes_key(model) and "key" in str(error):
             raise ValueError(
                 "The model needs a `key`, for example for dropout, but has none here: "

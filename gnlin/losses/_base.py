@@ -68,14 +68,23 @@ class AbstractLoss(eqx.Module):
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
         """Return the loss of one example."""
 
+    def _number(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
+        value = self.value(outputs, target)
+        if jnp.shape(value) != ():
+            raise ValueError(
+                f"`value` of {type(self).__name__} must return one number, the loss of one "
+                f"example, but returns the shape {jnp.shape(value)}: sum over outputs."
+            )
+        return value
+
     def gradient(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
         """Return the derivative with respect to the outputs."""
-        return jax.grad(self.value)(outputs, target)
+        return jax.grad(self._number)(outputs, target)
 
     def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
         r"""Return a factor $R$ of the Hessian in the outputs, $R^\top R$."""
         flat, unravel = ravel_pytree(outputs)
-        hessian = jax.hessian(lambda o: self.value(unravel(o), target))(flat)
+        hessian = jax.hessian(lambda o: self._number(unravel(o), target))(flat)
         return DenseFactor(hessian, jnp.abs(self.value(outputs, target)))
 
     def decrease(
