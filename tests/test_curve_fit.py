@@ -1,8 +1,8 @@
 """Fits, compared with SciPy, NIST's certified standard errors and explicit formulas."""
 
 import datetime
-import math
 import functools
+import math
 import warnings
 
 import equinox as eqx

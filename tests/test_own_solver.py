@@ -308,8 +308,8 @@ def test_a_filter_of_all_eigenvalues_under_jit():
 def test_a_factor_that_is_none():
     x = jnp.linspace(0.0, 1.0, 5)
     said = r"`value` of OfEachOutput must return one number, .* shape \(3,\)"
+    model = lambda y, x: x * y, jnp.ones(3)
     with pytest.raises(ValueError, match=said):
-        model = lambda y, x: x * y, jnp.ones(3)
         gnlin.solve(model, (x, jnp.ones((x.size, 3))), loss=OfEachOutput(), max_steps=2)
     with pytest.raises(TypeError, match="`factor` of NoFactor must return a factor"):
         gnlin.solve((exponential, jnp.ones(2)), (x, x), loss=NoFactor(), max_steps=2)

@@ -13,6 +13,7 @@ from .._common import _tree
 from .._common._checks import to_jax
 
 
+
 _TIMES = datetime.date, datetime.time, datetime.timedelta
 
 

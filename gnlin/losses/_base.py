@@ -72,8 +72,8 @@ class AbstractLoss(eqx.Module):
         value = self.value(outputs, target)
         if jnp.shape(value) != ():
             raise ValueError(
-                f"`value` of {type(self).__name__} must return one number, the loss of one "
-                f"example, but returns the shape {jnp.shape(value)}: sum over outputs."
+                f"`value` of {type(self).__name__} must return one number, the loss of "
+                f"one example, but returns the shape {jnp.shape(value)}: sum over outputs."
             )
         return value
 
