@@ -276,8 +276,8 @@ def linearised(
     for leaf in jax.tree.leaves(y):
         if not eqx.is_array_like(leaf):
             raise ValueError(
-                f"`y` must hold arrays only, but holds {leaf!r}: for an Equinox model use "
-                "`gnlin.features.linearise_model`, or the arrays from `eqx.partition`."
+                f"`y` must hold arrays only, but holds {leaf!r}: for an Equinox model "
+                "use `gnlin.features.linearise_model`, or the arrays of `eqx.partition`."
             )
     y = jax.tree.map(jnp.asarray, y)
     check_parameters(y)
