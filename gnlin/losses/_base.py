@@ -73,7 +73,7 @@ class AbstractLoss(eqx.Module):
         if jnp.shape(value) != ():
             raise ValueError(
                 f"`value` of {type(self).__name__} must return one number, the loss of "
-                f"one example, but returns the shape {jnp.shape(value)}: sum them."
+                f"one example, but returns the shape {jnp.shape(value)}: take the sum."
             )
         return value
 
