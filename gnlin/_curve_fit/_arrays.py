@@ -13,7 +13,6 @@ from .._common import _tree
 from .._common._checks import to_jax
 
 
-
 _TIMES = datetime.date, datetime.time, datetime.timedelta
 
 
