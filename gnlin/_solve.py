@@ -27,7 +27,7 @@ from ._solver import (
 )
 from ._training._data import as_batch, not_finite
 from ._training._ending import after_full_batch, group_not_finite, in_words, why_it_failed
-from ._training._full_batch import run
+from ._training._full_batch import Most, run
 from ._training._group_network import GroupNetwork
 from ._training._model import make_network, Network
 from ._training._prior import Prior
@@ -131,7 +131,9 @@ def solve(
         ```
     """
     solver = as_solver(solver)
-    check_count("max_steps", max_steps)
+    if not isinstance(max_steps, Most):  # from a compiled `curve_fit`
+        check_count("max_steps", max_steps)
+        max_steps = int(max_steps)
     if part_size is not None:
         check_count("part_size", part_size)
     check_flag("history", history)
@@ -141,7 +143,7 @@ def solve(
     check_loss(loss)
     if key is not None:
         key = key_of_steps(as_key(key))
-    max_steps, groups, mesh = int(max_steps), as_groups(data), mesh_of((model, data))
+    groups, mesh = as_groups(data), mesh_of((model, data))
     model, state = automatic((model, state))
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses = loss

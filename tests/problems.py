@@ -181,3 +181,18 @@ def updated(optimiser, gradient, state, parameters=None):
     """Apply an optax update; optax's own arithmetic mixes its count with floats."""
     with jax.numpy_dtype_promotion("standard"):
         return optimiser.update(gradient, state, parameters)
+
+
+def num_compiled(call):
+    """Count the programs that a call compiles."""
+    names = []
+
+    def note(name, *_, **__):
+        names.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    return sum("backend_compile" in name for name in names)

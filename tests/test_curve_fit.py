@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import scipy.optimize
 import scipy.stats
-from problems import decay, decay_numpy as plain
+from problems import decay, decay_numpy as plain, num_compiled
 
 import gnlin
 from benchmarks.data import nist
@@ -898,21 +898,6 @@ def test_one_program_for_all_numbers():
     assert num_traced == before
 
 
-def num_compiled(call):
-    """Count the programs that a call compiles."""
-    names = []
-
-    def note(name, *_, **__):
-        names.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        call()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    return sum("backend_compile" in name for name in names)
-
-
 def names_compiled(call):
     """Return the names of the programs that a call compiles."""
     names = []
@@ -1001,6 +986,22 @@ def test_a_redefined_function_is_not_compiled_again():
     np.testing.assert_allclose(values(fits[1].parameters), expected, rtol=1e-6)
     other = written_anew(shifts[0][50], power=2.0)
     assert num_compiled(lambda: gnlin.curve_fit(other, X, Y, start)) > 0
+
+
+def test_another_max_steps_compiles_nothing():
+    fits = []
+
+    def run(most):
+        fits.append(gnlin.curve_fit(decay, X, Y, START, max_steps=most))
+
+    run(256)
+    assert num_compiled(lambda: run(1000)) == 0
+    assert fits[0].num_steps == fits[1].num_steps == len(fits[1].history.loss) > 2
+    with pytest.warns(UserWarning, match="all 2 steps were made"):
+        assert not [name for name in names_compiled(lambda: run(2)) if "fitted" in name]
+    assert len(fits[2].history.loss) == 2
+    history = jax.jit(lambda y: gnlin.curve_fit(decay, X, y, START, max_steps=2).history)
+    assert {rows.shape for rows in history(Y).values()} == {(2,)}
 
 
 def with_slope(slope):

@@ -12,7 +12,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
-from problems import numbers
+from problems import num_compiled, numbers
 
 import gnlin
 
@@ -776,6 +776,19 @@ def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     (loss, rows), (expected, expected_rows) = jax.jit(run)(), run()
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert all(len(rows[name]) == 9 for name in expected_rows)
+
+
+def test_another_max_steps_compiles_nothing():
+    found = []
+
+    def run(most):
+        found.append(gnlin.solve(network(), (X, T), max_steps=most))
+        assert len(found[-1].history.loss) == found[-1].stats["num_steps"] == most
+
+    run(2)
+    assert num_compiled(lambda: run(5)) == 0
+    rows = [solution.history.loss for solution in found]
+    np.testing.assert_array_equal(rows[0], rows[1][:2])
 
 
 def test_ctrl_c_hands_back_the_best_model(monkeypatch):

@@ -121,7 +121,8 @@ def fitted_in_parts(
     number = of_curve or of_derivative
     point = passes.point(sums, 3 if of_curve else 4) if number else -1
     nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
-    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, nonfinite)
+    known = setting._replace(max_steps=0)  # another number would compile it again
+    end, found = _fitted(known, minimum.y, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
         "residuals": None,

@@ -14,6 +14,7 @@ from .._common import _tree
 from .._common._checks import is_traced
 from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
+from .._training._full_batch import rows_for
 from ._curve import Data
 from ._not_finite import NonFinite
 from ._problem import FitSettings, Posed
@@ -47,8 +48,12 @@ def fitted(
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start)
         data = data._replace(held=(none, start))
     program = _program(alone, alone and setting.curve.has_loops)
+    most = setting.max_steps
+    # Another number of steps, as an array, does not compile the program again.
+    num_rows = 0 if axes is not None or has_starts else most if inside else rows_for(most)
+    setting = setting._replace(max_steps=jnp.array(most))
     try:
-        return program(setting, data, start, axes, has_starts)
+        return program(setting, data, start, axes, has_starts, num_rows)
     except eqx.EquinoxRuntimeError as error:
         error.add_note(
             "`f` raised this at parameters that the fit tried. Let it return numbers "
@@ -87,11 +92,10 @@ def _all_fitted(
     start: PyTree[Array],
     axes: Data | None,
     has_starts: bool,
+    num_rows: int,
 ) -> tuple[Fitted, dict[str, Any]]:
-    has_history = axes is None and not has_starts
-
     def of_start(data, start):
-        return _fitted(setting, data, start, history=has_history)
+        return _fitted(setting, data, start, num_rows)
 
     def of_starts(data, starts):
         end, found = jax.vmap(of_start, in_axes=(None, 0))(data, starts)
@@ -105,9 +109,9 @@ def _all_fitted(
 
 
 def _fitted(
-    setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
+    setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
 ) -> tuple[Fitted, dict[str, Any]]:
-    end = run(setting, data, start, history=history)
+    end = run(setting, data, start, num_rows=num_rows)
     posed, variables = Posed.of(setting, data), end.variables
     parameters = variables["curve"]
     lin = linearise(posed.outputs, variables)

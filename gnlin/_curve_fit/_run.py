@@ -12,6 +12,7 @@ from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._linear_algebra import _lapack
 from .._solve import solve
+from .._training._full_batch import Most
 from ._curve import Data
 from ._problem import FitSettings, flat_box, Posed, with_bounds
 
@@ -30,9 +31,13 @@ def _of_variables(bounds: Any) -> Any:
 
 
 @eqx.filter_custom_jvp
-def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool) -> Run:
+def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int) -> Run:
     """Run the solver to the minimum. This function is differentiated by the implicit
-    function theorem, not through the steps."""
+    function theorem, not through the steps.
+
+    - `num_rows`: the rows of the history; 0 for no history.
+    """
+    most: Any = Most(setting.max_steps, num_rows)
     posed = Posed.of(setting, data)
     # For `solve` the data set is one example without inputs, whose outputs are the curve.
     solution = solve(
@@ -40,26 +45,26 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
         (jnp.zeros(1), posed.target[None]),
         with_bounds(setting.solver, _of_variables(setting.solver.bounds)),
         loss=posed.loss,
-        max_steps=setting.max_steps,
+        max_steps=most,
         divergence=None,
-        history=history,
+        history=num_rows > 0,
     )
     _, variables = solution.model
     return Run(
         variables,
         solution.loss,
-        dict(solution.history) if history else None,
+        dict(solution.history) if num_rows else None,
         solution.result,
         solution.stats["num_steps"],
     )
 
 
 @run.def_jvp
-def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
+def _(primals: tuple, tangents: tuple, *, num_rows: int) -> tuple[Run, Run]:
     """Differentiate the minimum: the gradient stays zero, and parameters at a bound stay
     there. In directions that the data do not determine, the derivative is zero."""
     setting, data, start = primals
-    end = run(setting, data, start, history=history)
+    end = run(setting, data, start, num_rows=num_rows)
     here, unravel = ravel_pytree(end.variables)
 
     def gradient(flat, given):

@@ -19,14 +19,31 @@ from ._solution import columns_of
 from ._step import advanced, begin, Carry, checked_outputs, StepSettings
 
 
-# Rows of the history that are allocated at a time.
-_MOST_ROWS = 4096
+# Rows of the history that are allocated: the fewest, the factor between two numbers of
+# rows, of which each compiles a program of its own, and the most at a time.
+_FEWEST_ROWS, _MORE_ROWS, _MOST_ROWS = 1024, 4, 4096
 # Up to these numbers of parameters times examples, steps are fast, and a run takes less
 # time than its compilation.
 _SMALL, _SHORT = 2**17, 2**21
 # Steps of the first call of the program, and the factor by which this number grows as
 # long as a call takes less than `_SECONDS`. Ctrl-C is noticed between calls.
 _FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
+
+
+class Most(NamedTuple):
+    """The most steps of a run inside a compiled program, which may be traced, and the
+    rows of its history."""
+
+    num_steps: int | Int[Array, ""]
+    num_rows: int
+
+
+def rows_for(max_steps: int) -> int:
+    """Return a number of rows for so many steps, which is the same for similar ones."""
+    num_rows = _FEWEST_ROWS
+    while num_rows < max_steps:
+        num_rows *= _MORE_ROWS
+    return num_rows
 
 
 class _Now(NamedTuple):
@@ -48,7 +65,7 @@ def run(
     setting: StepSettings,
     data: tuple,
     start: tuple,
-    max_steps: int,
+    max_steps: int | Most,
     history: bool,
     bar: Bar,
 ) -> FullBatchRun:
@@ -59,17 +76,18 @@ def run(
     types = tuple(map(type, leaves))
 
     def whole() -> FullBatchRun:
-        sizes = max_steps, max_steps, history, types
-        run = _steps(setting, data, start, sizes, jnp.array(max_steps))
+        most = max_steps if isinstance(max_steps, Most) else Most(max_steps, max_steps)
+        sizes = most.num_rows, history, types
+        run = _steps(setting, data, start, sizes, jnp.array(most.num_steps))
         return FullBatchRun(*run, is_interrupted=False)
 
     # Inside another compiled program, make all steps in one call. The new array is traced
     # there, even if all leaves are constants that the program closes over.
-    if is_traced([jnp.zeros(()), *leaves]):
+    if isinstance(max_steps, Most) or is_traced([jnp.zeros(()), *leaves]):
         return whole()
-    num_rows = min(max_steps, _MOST_ROWS)
-    sizes = max_steps, num_rows, history, types
-    now, most, parts, is_interrupted = start, num_rows, [], False
+    num_rows = min(rows_for(max_steps), _MOST_ROWS)
+    sizes = num_rows, history, types
+    now, most, parts, left, is_interrupted = start, num_rows, [], max_steps, False
     lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
     size = _tree.size(start[0]) * max(lengths, default=1)
     steps = _steps_quickly if size <= _SHORT else _steps
@@ -80,14 +98,18 @@ def run(
         if is_traced(now):
             return whole()
     try:
-        while not parts or not _is_over(parts[-1][0], max_steps):
+        while left > 0 and (not parts or not _has_ended(now)):
             began = time.monotonic()
-            part: Any = steps(setting, data, now, sizes, jnp.array(most))
+            part: Any = steps(setting, data, now, sizes, jnp.array(min(most, left)))
             # The model may close over traced arrays, for example under `jax.vmap`.
             if is_traced(part):
-                is_whole = num_rows == max_steps
-                return FullBatchRun(*part, is_interrupted=False) if is_whole else whole()
+                if most < max_steps:
+                    return whole()
+                now, rows, *others = part
+                rows = {name: x[:max_steps] for name, x in rows.items()}
+                return FullBatchRun(now, rows, *others, is_interrupted=False)
             now = jax.block_until_ready(part[0])
+            left = max_steps - int(now.num_steps)
             seconds = time.monotonic() - began
             parts.append(part)
             if seconds < _SECONDS:
@@ -109,10 +131,9 @@ def run(
     return FullBatchRun(states[-1], rows, results[-1], losses[-1], is_interrupted)
 
 
-def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
+def _has_ended(now: _Now) -> Bool[Array, ""]:
     state = now.carry.solver_state
-    over = state.terminate | (state.result != optx.RESULTS.successful)
-    return over | (now.num_steps >= max_steps)
+    return state.terminate | (state.result != optx.RESULTS.successful)
 
 
 @eqx.filter_jit
@@ -126,7 +147,7 @@ def _begun(setting: StepSettings, data: tuple, start: tuple, types: tuple) -> _N
 def _all_steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: Array):
     """Make at most `most` steps, from the end `now` of another call (a `_Now`), or from
     `now = (parameters, model state)`."""
-    max_steps, num_rows, history, _ = sizes
+    num_rows, history, _ = sizes
     inputs, places = data[0], setting.places
     # Inside the program, so that the model is traced for its shapes once per compilation:
     # this can take longer than a run.
@@ -161,7 +182,7 @@ def _all_steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, mos
 
     def goes_on(now_and_rows):
         now, _ = now_and_rows
-        return ~_is_over(now, max_steps) & (now.num_steps - begun < most)
+        return ~_has_ended(now) & (now.num_steps - begun < most)
 
     now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
     carry, rows = kept(forwards_only(now.carry)), forwards_only(rows)
