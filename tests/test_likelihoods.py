@@ -12,6 +12,7 @@ import pytest
 import scipy.optimize
 import scipy.special
 import scipy.stats
+from problems import num_compiled
 
 import gnlin
 from gnlin._curve_fit._runs import runs_test, signs_of
@@ -745,3 +746,27 @@ def test_an_expected_curvature_of_ones_own_is_kept():
     fit = gnlin.curve_fit(straight, x, y, jnp.array([1.0, 1.0]), loss=ExpectedCauchy())
     rows = np.stack([np.ones(12), x], axis=1)
     np.testing.assert_allclose(fit.covariance_matrix, np.linalg.inv(rows.T @ rows), 1e-9)
+
+
+def test_another_dispersion_compiles_nothing():
+    x, counts = np.linspace(0.0, 2.0, 30), np.arange(30) % 7
+    fits = []
+
+    def run(dispersion):
+        loss = gnlin.losses.NegativeBinomialNLL(dispersion)
+        line = lambda p, x: p[0] + p[1] * x
+        fits.append(gnlin.curve_fit(line, x, counts, np.zeros(2), loss=loss))
+
+    run(0.5)
+    assert num_compiled(lambda: run(0.25)) == 0
+    run(jnp.asarray(0.25))
+    found = [np.asarray(fit.standard_errors) for fit in fits]
+    np.testing.assert_allclose(found[1], found[2], rtol=1e-12)
+    assert np.all(found[1] < found[0])
+
+
+def test_a_dispersion_of_double_precision_keeps_the_outputs_precision():
+    loss = gnlin.losses.NegativeBinomialNLL(jnp.asarray(0.5, jnp.float64))
+    output = jnp.ones(3, jnp.float32)
+    for of in (loss.elementwise, loss.derivative, loss.root):
+        assert of(output, output).dtype == jnp.float32

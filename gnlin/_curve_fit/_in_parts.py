@@ -108,9 +108,10 @@ def fitted_in_parts(
     setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the fields of `CurveFit`."""
+    most, setting = setting.max_steps, setting.with_arrays()
     passes, solver = _Passes(setting, parts, start, nan_policy), setting.solver
     assert isinstance(solver, LevenbergMarquardt)
-    first, most = solver.between_bounds(start), setting.max_steps
+    first = solver.between_bounds(start)
     with Bar(most, True) as bar:
         minimum = minimise(solver, passes.expand, first, most, bar.show)
     sums = unweighted = minimum.last
@@ -121,8 +122,7 @@ def fitted_in_parts(
     number = of_curve or of_derivative
     point = passes.point(sums, 3 if of_curve else 4) if number else -1
     nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
-    known = setting._replace(max_steps=0)  # another number would compile it again
-    end, found = _fitted(known, minimum.y, sums, unweighted, is_seen, nonfinite)
+    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
         "residuals": None,
@@ -142,7 +142,7 @@ class _Passes:
     ):
         self.setting, self.parts, self.nan_policy = setting, parts, nan_policy
         # Settings that the sums do not use would compile them again.
-        self.of_sums = setting._replace(solver=None, max_steps=0)  # type: ignore
+        self.of_sums = setting._replace(solver=None)  # type: ignore
         self.size = _tree.size(start)
         x, y = jax.tree.map(to_jax, parts.example)
         outputs = setting.curve.shapes(start, setting.fixed, x)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 from .._solver import AbstractGaussNewton
-from ..losses import AbstractElementwiseLoss
+from ..losses import AbstractElementwiseLoss, NegativeBinomialNLL
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data, whitened
 from ._likelihood import is_likelihood, Likelihood
@@ -26,6 +26,15 @@ class FitSettings(NamedTuple):
     fixed: PyTree[Array]
     absolute_sigma: bool
     many: bool  # whether there are several data sets
+
+    def with_arrays(self) -> "FitSettings":
+        """Return the settings for a compiled program, with arrays in the place of numbers
+        that users change, so that another number does not compile it again."""
+        loss = self.loss
+        if isinstance(loss, NegativeBinomialNLL):
+            as_array = lambda number: jnp.asarray(number, float)
+            loss = eqx.tree_at(lambda loss: loss.dispersion, loss, replace_fn=as_array)
+        return self._replace(max_steps=jnp.array(self.max_steps), loss=loss)
 
     @property
     def likelihood(self) -> AbstractElementwiseLoss | None:

@@ -49,11 +49,9 @@ def fitted(
         data = data._replace(held=(none, start))
     program = _program(alone, alone and setting.curve.has_loops)
     most = setting.max_steps
-    # Another number of steps, as an array, does not compile the program again.
     num_rows = 0 if axes is not None or has_starts else most if inside else rows_for(most)
-    setting = setting._replace(max_steps=jnp.array(most))
     try:
-        return program(setting, data, start, axes, has_starts, num_rows)
+        return program(setting.with_arrays(), data, start, axes, has_starts, num_rows)
     except eqx.EquinoxRuntimeError as error:
         error.add_note(
             "`f` raised this at parameters that the fit tried. Let it return numbers "

@@ -162,8 +162,8 @@ class NegativeBinomialNLL(_Binomial):
         return output + jnp.log(alpha), 1 / alpha
 
     def root(self, output: Array, target: Array) -> Array:
-        odds, _ = self._odds_and_failures(output, target)
-        return jnp.sqrt(jax.nn.sigmoid(odds) / self.dispersion)
+        odds, failures = self._odds_and_failures(output, target)
+        return jnp.sqrt(jax.nn.sigmoid(odds) * failures)
 
     def saturated(self, target: Array) -> Array:
         failures = 1 / jnp.asarray(self.dispersion, target.dtype)
