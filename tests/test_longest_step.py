@@ -145,3 +145,18 @@ def test_a_ratio_is_between_zero_and_one(bad, unchecked):
         LongestStep(bad)
     with pytest.raises(ValueError, match="`num_trials`"):
         LongestStep(num_trials=0)
+
+
+def test_a_step_within_rounding_is_computed_once():
+    matrix = jax.random.normal(jax.random.key(0), (60, 20))
+    target = jax.random.normal(jax.random.key(1), (60,))
+    residuals = gnlin.Residuals(lambda y, _: matrix @ y - target)
+    solver = gnlin.LevenbergMarquardt(method="matrix-free")
+    solution = gnlin.solve(jnp.zeros(20), residuals, solver)
+    expected = np.linalg.lstsq(np.asarray(matrix), np.asarray(target))[0]
+    np.testing.assert_allclose(solution.model, expected, atol=1e-9)
+    assert solution.stats["num_rejected_steps"] == 0
+    # The step after the last one shows that the run has converged.
+    iterations = solution.history.num_inner_steps
+    last = solution.stats["num_inner_steps"] - np.sum(iterations)
+    assert last < 1.5 * iterations[-1]

@@ -242,6 +242,7 @@ class Trials(NamedTuple):
             noise=noise,
             part=jnp.where(attainable > 0, part, 1).astype(self.dtype),
             on_detour=jnp.array(False) if self.detour is None else self.detour.is_on,
+            in_roundings=jnp.where(rounding > 0, predicted / rounding, jnp.inf),
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)

@@ -1,6 +1,7 @@
 """What a rule for the damping is, and what it is told of a trial."""
 
 import abc
+import math
 from typing import ClassVar
 
 import equinox as eqx
@@ -29,6 +30,7 @@ class Trial(eqx.Module):
         the undamped step or the loss itself, whichever is smaller.
     - `on_detour`: whether the linearisation is on a detour. The decreases are then
         counted from the point where the detour left.
+    - `in_roundings`: the predicted decrease divided by the rounding of the loss.
     """
 
     damping: Float[Array, ""]
@@ -40,6 +42,7 @@ class Trial(eqx.Module):
     noise: Bool[Array, ""]
     part: Float[Array, ""]
     on_detour: Bool[Array, ""]
+    in_roundings: Float[Array, ""] | float = math.inf
 
 
 # The smallest ratio of an accepted step, as in MINPACK.

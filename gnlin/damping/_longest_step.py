@@ -169,6 +169,10 @@ class LongestStep(AbstractFromFirst):
         most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)
         spent = (number >= most) | (high <= _RESOLUTION * low)
         spent |= good & ((trial.share >= _UNDAMPED) | saturated)
+        if self.num_trials == 1:  # Trials are expensive.
+            # A quadratic falls at most m times as far if the damping is divided by m. If
+            # that is rounding, too, the second trial would change nothing.
+            spent |= good & (trial.in_roundings * state.move <= 1)
         found = jnp.isfinite(high) & spent
         between = (low > 0) & jnp.isfinite(high)
         move = jnp.where(good, 1 / state.move, state.move)
