@@ -507,3 +507,21 @@ def test_points_have_at_least_the_precision_of_the_parameters():
 
     coarse = points.astype(jnp.float32)
     assert loss(coarse) == loss(coarse.astype(float))
+
+
+def test_ctrl_c_is_noticed_between_steps_without_data(monkeypatch):
+    """All steps of a small run are one call of its program, but a function without data
+    may be slow."""
+    shown = []
+
+    def show(bar, step, loss):
+        shown.append(int(step))
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gnlin._common._progress.Bar, "show", show)
+    x = jnp.linspace(-1.0, 1.0, 9)
+    group = gnlin.Residuals(lambda u, _: jax.vmap(u)(x) - jnp.sin(3 * x))
+    with pytest.warns(UserWarning, match="was interrupted after step"):
+        solution = gnlin.solve(LINE, group, gnlin.LevenbergMarquardt(), max_steps=500)
+    assert len(solution.history.step) == shown[1] < 10

@@ -102,7 +102,6 @@ class SchurComplement(AbstractMethod):
     """
 
     method: ClassVar[str] = "schur"
-    residuals_are_dear: ClassVar[bool] = True
     problem: Quadratic
     array: int = eqx.field(static=True)
     curvature: "_Partitioned"

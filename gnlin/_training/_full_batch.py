@@ -16,7 +16,7 @@ from .._common._progress import Bar
 from .._common._quickly import quickly
 from .._common._sharding import everywhere, keep
 from ._solution import columns_of
-from ._step import advanced, begin, Carry, checked_outputs, StepSettings
+from ._step import advanced, begin, Carry, checked_outputs, Shapes, StepSettings
 
 
 # Rows of the history that are allocated: the fewest, the factor between two numbers of
@@ -27,7 +27,7 @@ _FEWEST_ROWS, _MORE_ROWS, _MOST_ROWS = 1024, 4, 4096
 _SMALL, _SHORT = 2**17, 2**21
 # Steps of the first call of the program, and the factor by which this number grows as
 # long as a call takes less than `_SECONDS`. Ctrl-C is noticed between calls.
-_FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
+_FIRST_STEPS, _GROWTH, _SECONDS = 1, 8, 0.5
 
 
 class Most(NamedTuple):
@@ -78,7 +78,7 @@ def run(
     def whole() -> FullBatchRun:
         most = max_steps if isinstance(max_steps, Most) else Most(max_steps, max_steps)
         sizes = most.num_rows, history, types
-        run = _steps(setting, data, start, sizes, jnp.array(most.num_steps))
+        run = _steps(setting, data, start, None, sizes, jnp.array(most.num_steps))
         return FullBatchRun(*run, is_interrupted=False)
 
     # Inside another compiled program, make all steps in one call. The new array is traced
@@ -87,20 +87,23 @@ def run(
         return whole()
     num_rows = min(rows_for(max_steps), _MOST_ROWS)
     sizes = num_rows, history, types
-    now, most, parts, left, is_interrupted = start, num_rows, [], max_steps, False
+    now, outputs, parts, is_interrupted = start, None, [], False
+    most, left = num_rows, max_steps
     lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
     size = _tree.size(start[0]) * max(lengths, default=1)
     steps = _steps_quickly if size <= _SHORT else _steps
     # If steps are fast, a single call initialises the run and makes all steps for which
-    # history is allocated.
-    if size > _SMALL:
-        now, most = _begun(setting, data, start, types), min(_FIRST_STEPS, num_rows)
+    # history is allocated. The function of a group without data may be slow.
+    if size > _SMALL or not lengths:
+        now, outputs = _begun(setting, data, start, types)
+        most = min(_FIRST_STEPS, num_rows)
         if is_traced(now):
             return whole()
     try:
         while left > 0 and (not parts or not _has_ended(now)):
             began = time.monotonic()
-            part: Any = steps(setting, data, now, sizes, jnp.array(min(most, left)))
+            number = jnp.array(min(most, left))
+            part: Any = steps(setting, data, now, outputs, sizes, number)
             # The model may close over traced arrays, for example under `jax.vmap`.
             if is_traced(part):
                 if most < max_steps:
@@ -108,10 +111,10 @@ def run(
                 now, rows, *others = part
                 rows = {name: x[:max_steps] for name, x in rows.items()}
                 return FullBatchRun(now, rows, *others, is_interrupted=False)
+            parts.append(part)  # kept if Ctrl-C is pressed while it is computed
             now = jax.block_until_ready(part[0])
             left = max_steps - int(now.num_steps)
             seconds = time.monotonic() - began
-            parts.append(part)
             if seconds < _SECONDS:
                 most = min(_GROWTH * most, num_rows)
             elif len(parts) > 1:  # the first call includes compilation
@@ -137,23 +140,33 @@ def _has_ended(now: _Now) -> Bool[Array, ""]:
 
 
 @eqx.filter_jit
-def _begun(setting: StepSettings, data: tuple, start: tuple, types: tuple) -> _Now:
-    """Return the state before the first step."""
+def _begun(
+    setting: StepSettings, data: tuple, start: tuple, types: tuple
+) -> tuple[_Now, Shapes]:
+    """Return the state before the first step, and the shapes of the outputs."""
     parameters, state = start
     outputs = checked_outputs(setting, parameters, state, data)
-    return _Now(begin(setting, parameters, state, outputs), jnp.array(0))
+    return _Now(begin(setting, parameters, state, outputs), jnp.array(0)), outputs
 
 
-def _all_steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: Array):
-    """Make at most `most` steps, from the end `now` of another call (a `_Now`), or from
-    `now = (parameters, model state)`."""
+def _all_steps(
+    setting: StepSettings,
+    data: tuple,
+    now: tuple,
+    outputs: Shapes | None,
+    sizes: tuple,
+    most: Array,
+):
+    """Make at most `most` steps, from the end `now` of another call (a `_Now`) with the
+    shapes of the outputs, or from `now = (parameters, model state)`."""
     num_rows, history, _ = sizes
     inputs, places = data[0], setting.places
     # Inside the program, so that the model is traced for its shapes once per compilation:
     # this can take longer than a run.
     begins = not isinstance(now, _Now)
     parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
-    outputs = checked_outputs(setting, parameters, state, data)
+    if outputs is None:
+        outputs = checked_outputs(setting, parameters, state, data)
     is_random = setting.is_random(parameters, setting.args(inputs, 0, state))
     objective = setting.objective(outputs, data)
     if begins:
