@@ -130,7 +130,8 @@ class NegativeBinomialNLL(_Binomial):
     **Arguments:**
 
     - `dispersion`: $\alpha > 0$, which must be known and is not fitted. To find it,
-        compare fits: Pearson's `fit.reduced_chi_squared` should be near 1.
+        compare fits: `fit.aic` should be smallest, or Pearson's
+        `fit.reduced_chi_squared` near 1.
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     !!! example

@@ -269,7 +269,8 @@ class Posterior(eqx.Module):
         For squared error it is $-\frac12 r^\top(s^2\Theta + \sigma^2 I)^{-1} r -
         \frac12\log\det 2\pi(s^2\Theta + \sigma^2 I)$; with another loss it is
         $-L - \frac{1}{2s^2}\lVert\theta\rVert^2 - \frac12\log\det(I + s^2\Theta)$,
-        with $\theta$ relative to the mean of the prior.
+        with $\theta$ relative to the mean of the prior. $L$ is the loss, which for counts
+        and successes leaves out a constant of the data and the dispersion.
 
         ??? cite "Reference"
 
