@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
@@ -22,7 +22,7 @@ class FitSettings(NamedTuple):
     curve: Curve
     solver: AbstractGaussNewton
     loss: AbstractElementwiseLoss
-    max_steps: int | Int[Array, ""]
+    max_steps: Any  # an integer; inside the compiled program, an array
     fixed: PyTree[Array]
     absolute_sigma: bool
     many: bool  # whether there are several data sets

@@ -87,7 +87,8 @@ def run(
         return whole()
     num_rows = min(rows_for(max_steps), _MOST_ROWS)
     sizes = num_rows, history, types
-    now, outputs, parts, is_interrupted = start, None, [], False
+    now: Any = start
+    outputs, parts, is_interrupted = None, [], False
     most, left = num_rows, max_steps
     lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
     size = _tree.size(start[0]) * max(lengths, default=1)
