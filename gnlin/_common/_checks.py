@@ -30,7 +30,7 @@ def to_jax(value: Any) -> Array:
     """Return an array of JAX's. Whole numbers that exceed its integer types, which would
     wrap, become floats, and NumPy's arrays may have any byte order."""
     if isinstance(value, np.ndarray | np.generic):
-        value = np.asarray(value)
+        value = np.asanyarray(value)  # JAX refuses masked arrays
         value = value.astype(value.dtype.newbyteorder("="), copy=False)
         if value.dtype.kind in "iu":
             kind = jax.dtypes.canonicalize_dtype(value.dtype)
