@@ -1671,3 +1671,8 @@ def test_data_that_single_precision_rounds_away():
         with pytest.warns(UserWarning, match="single precision rounds `x` by 0.12"):
             gnlin.curve_fit(lambda p, x: p["a"] + p["b"] * (x - x[0]), x, y, LINE)
         gnlin.curve_fit(line, x - x[0], y, LINE)
+        large = np.arange(2, 42, dtype=np.uint64) * 1_000_003
+        scaled = lambda p, x: line(p, 1e-6 * x.astype(float))
+        gnlin.curve_fit(scaled, large, y, LINE)
+        with pytest.raises(ValueError, match="`y` has a missing value"):
+            gnlin.curve_fit(line, x - x[0], np.full(40, np.nan), LINE)

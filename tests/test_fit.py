@@ -1011,3 +1011,11 @@ def test_the_default_finds_a_step_on_inputs_that_are_not_scaled():
 def test_a_run_without_a_step_is_told():
     with pytest.warns(UserWarning, match="made no step: none lowered the loss of its"):
         of_large_inputs(gnlin.DampedGaussNewton(1e-9))
+
+
+def test_a_run_that_begins_at_the_solution_is_not_told(recwarn):
+    inputs = np.random.default_rng(0).normal(size=(20, 3))
+    model = lambda p, x: x @ p["w"], {"w": jnp.ones((3, 1))}
+    data = inputs, inputs @ np.ones((3, 1))
+    gnlin.fit(model, data, batch_size=10, steps=20, progress=False)
+    assert not recwarn.list

@@ -770,3 +770,16 @@ def test_a_dispersion_of_double_precision_keeps_the_outputs_precision():
     output = jnp.ones(3, jnp.float32)
     for of in (loss.elementwise, loss.derivative, loss.root):
         assert of(output, output).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dispersion", [0.5, 1e-6])
+def test_criteria_in_single_precision(dispersion):
+    """Logarithms of factorials are large, and cancel."""
+    loss = gnlin.losses.NegativeBinomialNLL(dispersion)
+    with jax.enable_x64(False):
+        fit = gnlin.curve_fit(line, X, COUNTS, START, loss=loss)
+        a, b = map(float, values(fit.parameters))
+        aic = float(fit.aic)
+    mean = np.exp(DESIGN @ [a, b])
+    exact = -2 * np.sum(negative_binomial(mean, dispersion).logpmf(COUNTS)) + 4
+    np.testing.assert_allclose(aic, exact, rtol=1e-5)

@@ -83,10 +83,14 @@ def warn_of_rounding(name: str, values: PyTree[Any]) -> None:
     for value in jax.tree.leaves(values):
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
             continue
-        if np.dtype(single).itemsize >= value.dtype.itemsize or value.size < 2:
+        if np.dtype(single).itemsize >= value.dtype.itemsize:
             continue
-        error = np.nanmax(np.abs(value - value.astype(single).astype(value.dtype)))
-        if error > _TOLD * np.ptp(value[np.isfinite(value)]) > 0:
+        value = value.astype(float)
+        value = value[np.abs(value) < np.finfo(single).max]
+        if value.size < 2:
+            continue
+        error = np.max(np.abs(value - value.astype(single)))
+        if error > _TOLD * np.ptp(value) > 0:
             warnings.warn(
                 f"`gnlin.curve_fit`: single precision rounds `{name}` by {error:.2g}, "
                 "which is much of its range: subtract an offset before the call, or set "

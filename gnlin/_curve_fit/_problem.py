@@ -34,7 +34,8 @@ class FitSettings(NamedTuple):
         if isinstance(loss, NegativeBinomialNLL):
             as_array = lambda number: jnp.asarray(number, float)
             loss = eqx.tree_at(lambda loss: loss.dispersion, loss, replace_fn=as_array)
-        return self._replace(max_steps=jnp.array(self.max_steps), loss=loss)
+        most = min(self.max_steps, jnp.iinfo(jnp.int32).max)
+        return self._replace(max_steps=jnp.array(most), loss=loss)
 
     @property
     def likelihood(self) -> AbstractElementwiseLoss | None:

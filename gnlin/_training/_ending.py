@@ -97,7 +97,7 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
         return f"`gnlin.fit` made no step: {_NO_GRADIENT}"
     if not made_all or len(losses) < _LOOKED_BACK:
         return ""
-    if not np.any(rows["step_norm"]):
+    if np.any(losses) and not np.any(rows["step_norm"]):
         return (
             "`gnlin.fit` made no step: none lowered the loss of its batch. Scale each "
             "input to mean 0 and variance 1, or use more damping."

@@ -130,12 +130,12 @@ def _warn_of_whole_numbers(trained: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
         plain = all(isinstance(key, jax.tree_util.DictKey) for key in path) and path
         is_number = not isinstance(leaf, bool) and eqx.is_array_like(leaf)
-        whole = is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
+        whole = is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.signedinteger)
         if plain and whole:
             is_one = jnp.ndim(leaf) == 0
             holds = "is a whole number" if is_one else "holds whole numbers"
-            how = "write it with a point, as 1.0 for 1"
-            how = how if is_one else "convert it by `.astype(float)`"
+            how = "convert it by `.astype(float)`, or pass indices with the data"
+            how = "write it with a point, as 1.0 for 1" if is_one else how
             warnings.warn(
                 f"The parameter {path[-1].key!r} {holds}, and is not trained; to train "
                 f"it, {how}.",

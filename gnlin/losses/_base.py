@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from equinox import AbstractVar
 from jax.core import Tracer
+from jax.scipy.special import gammaln, xlogy
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
@@ -173,6 +174,15 @@ class AbstractElementwiseLoss(AbstractLoss):
         if self._targets is not None:
             name, least, most = self._targets
             check_between(name, targets, least, most)
+
+
+def log_factorial(number: Array) -> Array:
+    """Return log n! - (n log n - n), without cancellation for large n (Stirling)."""
+    is_large = number > 10
+    large, small = jnp.where(is_large, number, 10), jnp.where(is_large, 1, number)
+    rest = 1 / (12 * large) - 1 / (360 * large**3) + 1 / (1260 * large**5)
+    exact = gammaln(small + 1) - xlogy(small, small) + small
+    return jnp.where(is_large, 0.5 * jnp.log(2 * jnp.pi * large) + rest, exact)
 
 
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:

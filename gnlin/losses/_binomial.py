@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.scipy.special import gammaln, xlog1py
+from jax.scipy.special import xlog1py
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
-from ._base import AbstractElementwiseLoss, known, Reduction, total_of_each
+from ._base import AbstractElementwiseLoss, known, log_factorial, Reduction, total_of_each
 
 
 def _as_trials(given: Any) -> Array:
@@ -100,8 +100,8 @@ class BinomialNLL(_Binomial):
 
     def saturated(self, target: Array) -> Array:
         trials = self._trials_of(target)
-        ways = gammaln(trials + 1) - gammaln(target + 1) - gammaln(trials - target + 1)
-        return ways - _least_of_both(target, trials - target)
+        of_each = log_factorial(target) + log_factorial(trials - target)
+        return log_factorial(trials) - of_each
 
     def check(self, outputs, targets: PyTree[Array]) -> None:
         super().check(outputs, targets)
@@ -168,20 +168,16 @@ class NegativeBinomialNLL(_Binomial):
 
     def saturated(self, target: Array) -> Array:
         failures = 1 / jnp.asarray(self.dispersion, target.dtype)
-        ways = gammaln(target + failures) - gammaln(failures) - gammaln(target + 1)
-        return ways - _least_of_both(target, failures)
+        of_each = log_factorial(target) + log_factorial(failures)
+        of_both = log_factorial(target + failures)
+        return of_both - of_each - jnp.log1p(target / failures)
 
 
 def _value(odds: Array, successes: Array, failures: Array) -> Array:
     r"""Return $-y\log p - z\log(1 - p)$ minus its value at $p = y/(y + z)$, for y
     successes and z failures."""
     of_each = successes * jax.nn.softplus(-odds) + failures * jax.nn.softplus(odds)
-    return of_each - _least_of_both(successes, failures)
-
-
-def _least_of_both(successes: Array, failures: Array) -> Array:
-    r"""Return $-y\log p - z\log(1 - p)$ at $p = y/(y + z)$."""
-    return _least(successes, failures) + _least(failures, successes)
+    return of_each - _least(successes, failures) - _least(failures, successes)
 
 
 def _least(number: Array, others: Array) -> Array:

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax.scipy.special import gammaln, xlogy
+from jax.scipy.special import xlogy
 from jaxtyping import Array, Scalar
 
 from .._common._checks import check_flag
-from ._base import AbstractElementwiseLoss, Reduction, total_of_each
+from ._base import AbstractElementwiseLoss, log_factorial, Reduction, total_of_each
 
 
 class PoissonNLL(AbstractElementwiseLoss):
@@ -53,7 +53,7 @@ class PoissonNLL(AbstractElementwiseLoss):
         return rate - xlogy(target, rate) - least
 
     def saturated(self, target: Array) -> Array:
-        return xlogy(target, target) - target - gammaln(target + 1)
+        return -log_factorial(target)
 
     def decrease(self, outputs, new_outputs, target) -> Scalar:
         def each(f, g, y):
