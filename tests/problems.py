@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 
+import gnlin
+
 
 SHAPES = {
     "tall": (7, 3),
@@ -196,3 +198,17 @@ def num_compiled(call):
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     return sum("backend_compile" in name for name in names)
+
+
+def interrupt_at_second_call(monkeypatch):
+    """Press Ctrl-C when `gnlin.solve` shows its progress for the second time. Return the
+    numbers of steps that are shown."""
+    shown = []
+
+    def show(bar, step, loss):
+        shown.append(int(step))
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gnlin._common._progress.Bar, "show", show)
+    return shown

@@ -11,7 +11,7 @@ import optimistix as optx
 import pandas as pd
 import pytest
 from jax.flatten_util import ravel_pytree
-from problems import numbers
+from problems import interrupt_at_second_call, numbers
 
 import gnlin
 from gnlin._jacobian import PerGroup, Stacked
@@ -512,14 +512,7 @@ def test_points_have_at_least_the_precision_of_the_parameters():
 def test_ctrl_c_is_noticed_between_steps_without_data(monkeypatch):
     """All steps of a small run are one call of its program, but a function without data
     may be slow."""
-    shown = []
-
-    def show(bar, step, loss):
-        shown.append(int(step))
-        if len(shown) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(gnlin._common._progress.Bar, "show", show)
+    shown = interrupt_at_second_call(monkeypatch)
     x = jnp.linspace(-1.0, 1.0, 9)
     group = gnlin.Residuals(lambda u, _: jax.vmap(u)(x) - jnp.sin(3 * x))
     with pytest.warns(UserWarning, match="was interrupted after step"):

@@ -12,7 +12,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
-from problems import num_compiled, numbers
+from problems import interrupt_at_second_call, num_compiled, numbers
 
 import gnlin
 
@@ -792,14 +792,7 @@ def test_another_max_steps_compiles_nothing():
 
 
 def test_ctrl_c_hands_back_the_best_model(monkeypatch):
-    shown = []
-
-    def show(bar, step, loss):
-        shown.append(int(step))
-        if len(shown) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(gnlin._common._progress.Bar, "show", show)
+    shown = interrupt_at_second_call(monkeypatch)
     with pytest.warns(UserWarning, match="was interrupted after step"):
         data, solution = long_run()
     assert solution.reason == f"step {shown[1]}: interrupted"

@@ -271,7 +271,7 @@ _LIBRARIES = frozenset(
 
 
 # What JAX raises for `np.exp`, `float` or a Python `if` on traced arrays
-NEEDS_A_VALUE = (
+_NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -286,7 +286,7 @@ def is_own(error: Exception) -> bool:
     or an operation on the function's arguments. It also holds for JAX's own kinds of
     errors, except where an array's value is missing, which `first_line` explains.
     """
-    if isinstance(error, NEEDS_A_VALUE):
+    if isinstance(error, _NEEDS_A_VALUE):
         return False
     if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return True
@@ -300,11 +300,18 @@ def is_own(error: Exception) -> bool:
     return raised and module.partition(".")[0] not in _LIBRARIES
 
 
+def explains_itself(error: Exception) -> bool:
+    """Whether an error from a user's function should be passed on unchanged: it is the
+    user's own, or not about what the function was called with."""
+    kinds = TypeError, ValueError, *_NEEDS_A_VALUE
+    return is_own(error) or not isinstance(error, kinds)
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, without its full stop; or what to do
     where JAX has no value."""
     is_if = "truth value of an array" in str(error)
-    if isinstance(error, NEEDS_A_VALUE) or is_if:
+    if isinstance(error, _NEEDS_A_VALUE) or is_if:
         return (
             "it needs the value of an array, which JAX does not have while it traces: "
             "use JAX's operations, such as `jnp.exp` for `np.exp` or `math.exp`, leave "

@@ -76,14 +76,20 @@ def as_array(value: Any, name: str) -> Array:
 _TOLD = 1e-4
 
 
-def warn_of_rounding(name: str, values: PyTree[Any]) -> None:
+def warn_of_rounding(**data: PyTree[Any]) -> None:
     """Warn the caller of `curve_fit` if single precision keeps little of an array, as of
-    dates that are counted from a time long ago."""
-    single = jnp.zeros(()).dtype
-    for value in jax.tree.leaves(values):
+    dates that are counted from a time long ago.
+
+    - `data`: x and y, by their names.
+    """
+    single = jax.dtypes.canonicalize_dtype(float)
+    if single.itemsize == 8:
+        return
+    named = [(k, v) for k in data for v in jax.tree.leaves(columns_of(data[k]))]
+    for name, value in named:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
             continue
-        if np.dtype(single).itemsize >= value.dtype.itemsize:
+        if single.itemsize >= value.dtype.itemsize:
             continue
         value = value.astype(float)
         value = value[np.abs(value) < np.finfo(single).max]

@@ -16,7 +16,7 @@ from .._linearisation._bounds import check_start
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
-from ._arrays import arrays_of, as_x, columns_of, warn_of_rounding
+from ._arrays import as_x, warn_of_rounding
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
 from ._inputs import as_y, check_alone, data_of, errors_of_x, surely, with_x
@@ -172,8 +172,7 @@ def curve_fit(
         )
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return as_curve_fit(setting, curve, None, end, found)
-    for name, values in (("x", columns_of(x)), ("y", arrays_of(y))):
-        warn_of_rounding(name, values)
+    warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
     given = x
     x, values, missing = with_x(x, as_y(curve, free, kept, x, y), nan_policy)

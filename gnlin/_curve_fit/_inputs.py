@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common import _tree
 from .._common._canonical import of_one_example
-from .._common._checks import first_line, is_own, is_traced, NEEDS_A_VALUE
+from .._common._checks import explains_itself, first_line, is_traced
 from ._arrays import as_array, as_floats
 from ._curve import broadcast, Curve, Data, flat, wholly_missing
 
@@ -104,8 +104,7 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
                 f"shapes are {jax.tree.map(jnp.shape, free)}."
             )
     if isinstance(out, Exception):
-        about_types = isinstance(out, (TypeError, ValueError, *NEEDS_A_VALUE))
-        if is_own(out) or not about_types:
+        if explains_itself(out):
             raise out
         raise ValueError(
             "`f(parameters, x)` failed (it must take these two arguments and use JAX's "

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common._canonical import canonical, of_one_example
-from .._common._checks import first_line, is_own, NEEDS_A_VALUE
+from .._common._checks import explains_itself, first_line
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
 from .._jacobian import PerExample
@@ -179,8 +179,7 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
                 "The model has dropout but no argument `key`: define `__call__(self, x, "
                 "key)`, and pass the key on."
             ) from error
-        about_types = isinstance(error, (TypeError, ValueError, *NEEDS_A_VALUE))
-        if is_own(error) or not about_types:
+        if explains_itself(error):
             raise
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "

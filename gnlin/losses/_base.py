@@ -176,8 +176,8 @@ class AbstractElementwiseLoss(AbstractLoss):
             check_between(name, targets, least, most)
 
 
-def log_factorial(number: Array) -> Array:
-    """Return log n! - (n log n - n), without cancellation for large n (Stirling)."""
+def stirling_rest(number: Array) -> Array:
+    """Return what Stirling's n log n - n leaves out of log n!, without cancellation."""
     is_large = number > 10
     large, small = jnp.where(is_large, number, 10), jnp.where(is_large, 1, number)
     rest = 1 / (12 * large) - 1 / (360 * large**3) + 1 / (1260 * large**5)

@@ -13,7 +13,7 @@ from jax.scipy.special import xlog1py
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
-from ._base import AbstractElementwiseLoss, known, log_factorial, Reduction, total_of_each
+from ._base import AbstractElementwiseLoss, known, Reduction, stirling_rest, total_of_each
 
 
 def _as_trials(given: Any) -> Array:
@@ -100,8 +100,8 @@ class BinomialNLL(_Binomial):
 
     def saturated(self, target: Array) -> Array:
         trials = self._trials_of(target)
-        of_each = log_factorial(target) + log_factorial(trials - target)
-        return log_factorial(trials) - of_each
+        of_each = stirling_rest(target) + stirling_rest(trials - target)
+        return stirling_rest(trials) - of_each
 
     def check(self, outputs, targets: PyTree[Array]) -> None:
         super().check(outputs, targets)
@@ -168,8 +168,8 @@ class NegativeBinomialNLL(_Binomial):
 
     def saturated(self, target: Array) -> Array:
         failures = 1 / jnp.asarray(self.dispersion, target.dtype)
-        of_each = log_factorial(target) + log_factorial(failures)
-        of_both = log_factorial(target + failures)
+        of_each = stirling_rest(target) + stirling_rest(failures)
+        of_both = stirling_rest(target + failures)
         return of_both - of_each - jnp.log1p(target / failures)
 
 

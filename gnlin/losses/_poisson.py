@@ -9,7 +9,7 @@ from jax.scipy.special import xlogy
 from jaxtyping import Array, Scalar
 
 from .._common._checks import check_flag
-from ._base import AbstractElementwiseLoss, log_factorial, Reduction, total_of_each
+from ._base import AbstractElementwiseLoss, Reduction, stirling_rest, total_of_each
 
 
 class PoissonNLL(AbstractElementwiseLoss):
@@ -53,7 +53,7 @@ class PoissonNLL(AbstractElementwiseLoss):
         return rate - xlogy(target, rate) - least
 
     def saturated(self, target: Array) -> Array:
-        return -log_factorial(target)
+        return -stirling_rest(target)
 
     def decrease(self, outputs, new_outputs, target) -> Scalar:
         def each(f, g, y):
