@@ -211,6 +211,17 @@ def test_runs_are_those_by_the_whole_curvature():
     np.testing.assert_allclose(ours.history.loss, known.history.loss, rtol=1e-8)
 
 
+def test_steps_are_accelerated_by_default():
+    """Without acceleration, bundle adjustment with outliers may not converge."""
+    model, data = problem()
+
+    def losses(**options):
+        solver = gnlin.LevenbergMarquardt(method="schur", **options)
+        return gnlin.solve(model, groups(data), solver, max_steps=3).history.loss
+
+    np.testing.assert_array_equal(losses(), losses(acceleration=True))
+
+
 @pytest.mark.slow
 def test_fixed_parameters_stay():
     model, data = problem()
