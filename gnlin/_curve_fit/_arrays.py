@@ -72,8 +72,8 @@ def as_array(value: Any, name: str) -> Array:
         ) from error
 
 
-# The largest rounding error of data, as a part of their range, that is not told.
-_TOLD = 1e-4
+# Rounding errors up to this part of the range of the data cause no warning.
+_MOST_ROUNDED = 1e-4
 
 
 def warn_of_rounding(**data: PyTree[Any]) -> None:
@@ -95,12 +95,12 @@ def warn_of_rounding(**data: PyTree[Any]) -> None:
         value = value[np.abs(value) < np.finfo(single).max]
         if value.size < 2:
             continue
-        error = np.max(np.abs(value - value.astype(single)))
-        if error > _TOLD * np.ptp(value) > 0:
+        error, span = np.max(np.abs(value - value.astype(single))), np.ptp(value)
+        if error > _MOST_ROUNDED * span > 0:
             warnings.warn(
                 f"`gnlin.curve_fit`: single precision rounds `{name}` by {error:.2g}, "
-                "which is much of its range: subtract an offset before the call, or set "
-                "`jax_enable_x64`.",
+                f"and its range is {span:.2g}: subtract an offset before the call, or "
+                "set `jax_enable_x64`.",
                 stacklevel=3,
             )
 

@@ -103,7 +103,7 @@ def step_on_a_batch(
         damping=damping,
         again=again,
     )
-    # The last step, and not the damping, may be what raises the loss.
+    # A step that is pulled towards the last one may lead uphill with any damping.
     more = failed | (update.stuck & ~_tree.any_nonzero(memory.step))
     grown = _MORE_DAMPING * curvature
     curvature = jnp.where(more & jnp.isfinite(grown), grown, curvature)
