@@ -7,6 +7,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 import scipy.optimize
+import scipy.sparse.linalg
 from problems import (
     as_jax,
     damped_step,
@@ -439,22 +440,48 @@ def test_rows_that_do_not_fit_where_their_factors_do():
 
 
 def test_conjugate_gradients_that_cannot_converge_have_a_limit():
-    """Singular values over twenty decades in single precision."""
+    """A classifier with singular values over twenty decades in single precision."""
     n = 300
     rng = np.random.default_rng(0)
     left, right = (np.linalg.qr(rng.normal(size=(n, n)))[0] for _ in range(2))
-    a = jnp.asarray(left * np.logspace(0, -20, n) @ right, jnp.float32)
-    b = jnp.asarray(rng.normal(size=n), jnp.float32)
-    model = lambda y, x: x @ y, jnp.zeros(n, jnp.float32)
+    a = jnp.asarray(left * np.logspace(2, -18, n) @ right, jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 2, n))
+    model = lambda y, x: jnp.stack([x @ y, -x @ y]), jnp.zeros(n, jnp.float32)
 
     def iterations_a_trial(solver, num_steps):
-        stats = gnlin.solve(model, (a, b), solver, max_steps=num_steps).stats
+        loss, data = gnlin.SoftmaxCrossEntropy(), (a, labels)
+        stats = gnlin.solve(model, data, solver, loss=loss, max_steps=num_steps).stats
         trials = stats["num_accepted_steps"] + stats["num_rejected_steps"]
         return stats["num_inner_steps"] / trials
 
     default = gnlin.LevenbergMarquardt(method="matrix-free")
     precise = gnlin.LevenbergMarquardt(method="matrix-free", tolerance=1e-6)
-    assert iterations_a_trial(default, 40) <= 300 < iterations_a_trial(precise, 12)
+    assert 250 < iterations_a_trial(default, 40) <= 300
+    assert iterations_a_trial(precise, 12) > 300
+
+
+def test_limit_of_conjugate_gradients_rises_while_steps_lower_the_loss():
+    """Bratu's equation on a grid, whose steps take more than 300 iterations."""
+    n, h = 32, 1 / 33
+
+    def residuals(u, _):
+        u_ = jnp.pad(u, 1)
+        around = u_[:-2, 1:-1] + u_[2:, 1:-1] + u_[1:-1, :-2] + u_[1:-1, 2:]
+        return (around - 4 * u) / h**2 + 6 * jnp.exp(u)
+
+    start = jnp.zeros((n, n), jnp.float64)
+    solver = gnlin.LevenbergMarquardt(method="matrix-free")
+    solution = gnlin.solve(start, gnlin.Residuals(residuals), solver, max_steps=30)
+    assert solution.reason.endswith("converged")
+
+    line = scipy.sparse.diags([1.0, -2.0, 1.0], [-1, 0, 1], (n, n)) / h**2
+    laplacian = scipy.sparse.kronsum(line, line).tocsc()
+    known = np.zeros(n * n)
+    for _ in range(10):  # Newton's method
+        slope = laplacian + scipy.sparse.diags(6 * np.exp(known))
+        residual = laplacian @ known + 6 * np.exp(known)
+        known -= scipy.sparse.linalg.spsolve(slope.tocsc(), residual)
+    np.testing.assert_allclose(solution.model.ravel(), known, rtol=1e-10)
 
 
 def test_any_units_by_products_alone():

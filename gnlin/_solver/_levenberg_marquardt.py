@@ -60,8 +60,10 @@ _FIRST_DAMPING = 1e-3
 _TOLERANCE = 0.1
 # The most iterations of conjugate gradients on a full batch, if the tolerance is not
 # given. A classifier takes up to a hundred, until its loss is so small that single
-# precision resolves no step; then tens of thousands change nothing.
-_MOST_ON_ALL_DATA = 300
+# precision resolves no step; then tens of thousands change nothing. An equation on a grid
+# of 64 x 64 points takes thousands. So for squared error the limit is this multiple of
+# the iterations of the last step that lowered the loss, if that is more.
+_MOST_ON_ALL_DATA, _MORE_ITERATIONS = 300, 2
 
 
 class _Memory(eqx.Module):
@@ -69,6 +71,7 @@ class _Memory(eqx.Module):
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
+    num_iterations: Float[Array, ""]  # of a trial at the last step; 0 if it failed
     detour: Detour | None = None
 
 
@@ -108,7 +111,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `tolerance`: the tolerance of conjugate gradients if the method is matrix-free, as
         in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, with the
         square root of the gradient's norm relative to the first as an upper limit, in at
-        most 300 iterations. Across batches the default is 0.01, in at most 20 iterations.
+        most 300 iterations, or for squared error twice those of the last step. Across
+        batches the default is 0.01, in at most 20 iterations.
     - `form`: the linearised problem for a loss other than squared error, as in
         [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
         acceleration.
@@ -172,7 +176,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         one, scale = jnp.ones((), dtype), first_scale(self.scaling or "root", y)
         as_array = lambda x: jnp.array(x, dtype if isinstance(x, float) else None)
         state = jax.tree.map(as_array, self._rule(y).init(dtype))
-        return _Memory(state, scale, -one, one)
+        return _Memory(state, scale, -one, one, jnp.zeros((), dtype))
 
     def start(self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> State:
         state = super().start(y, outputs)
@@ -240,7 +244,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         subproblem = measured.chosen(problem, kind, rule.num_trials, method)
         memory = dataclasses.replace(memory, scale=measured.memory(scaling))
         if way.stops_early:
-            memory, subproblem = self._truncated(subproblem, memory)
+            memory, subproblem = self._truncated(objective, subproblem, memory)
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
             problem = problem_of(self.form, objective, lin)
@@ -280,7 +284,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         step = _tree.where(found, tried.step, _tree.zeros_like(tried.step))
         point = lin.moved(step)
         outputs = _tree.where(found, tried.outputs, lin.outputs)
-        memory = dataclasses.replace(trials.memory, state=tried.state)
+        iterations = tried.num_inner_steps / jnp.maximum(tried.num_tried, 1)
+        iterations = iterations.astype(trials.memory.num_iterations.dtype)
+        memory = dataclasses.replace(
+            trials.memory,
+            state=tried.state,
+            num_iterations=jnp.where(found, iterations, 0),
+        )
         if detour is not None:
             lost = detour.is_on & ~found
             flat, unravel = _tree.ravel_pytree(point)
@@ -313,7 +323,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         )
 
     def _truncated(
-        self, subproblem: AbstractSubproblem, memory: _Memory
+        self,
+        objective: AbstractObjective,
+        subproblem: AbstractSubproblem,
+        memory: _Memory,
     ) -> tuple[_Memory, AbstractSubproblem]:
         """Return the memory, and the subproblem with a tolerance for conjugate gradients.
         The tolerance falls with the gradient, for superlinear convergence (Nocedal and
@@ -326,7 +339,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
         left = jnp.fmin(jnp.asarray(tolerance, dtype), jnp.sqrt(gradient / first))
         tolerance = jnp.fmin(left, memory.tolerance)
         memory = dataclasses.replace(memory, first_gradient=first, tolerance=tolerance)
-        most = _MOST_ON_ALL_DATA if self.tolerance is None else None
+        most: ScalarLike | None = None
+        if self.tolerance is None:
+            most = _MOST_ON_ALL_DATA
+            if objective.is_quadratic:
+                more = (_MORE_ITERATIONS * memory.num_iterations).astype(int)
+                most = jnp.maximum(most, more)
         return memory, subproblem.truncated(tolerance, most)
 
     def _rule(self, y: PyTree[Array]) -> AbstractDamping:
