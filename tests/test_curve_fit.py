@@ -151,6 +151,53 @@ def test_a_bound_that_is_not_reached_changes_nothing():
     np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-4)
 
 
+@pytest.mark.parametrize("fixed", [(), ("c",)])
+def test_derived_quantities_have_the_derivatives_error(fixed):
+    fit = gnlin.curve_fit(decay, X, Y, START, fixed=fixed)
+
+    def fn(p):
+        return {
+            "half life": jnp.log(2) / p["rate"],
+            "ends": p["a"] * jnp.ones(2) + p["c"],
+        }
+
+    value, error = fit.derived(fn)
+    a, c, rate = values(fit.parameters)
+    covariance = np.zeros((3, 3))  # of a, c and rate
+    free = [k for k, name in enumerate(("a", "c", "rate")) if name not in fixed]
+    covariance[np.ix_(free, free)] = fit.covariance_matrix
+    expected = np.log(2) / rate**2 * covariance[2, 2] ** 0.5
+    np.testing.assert_allclose(error["half life"], expected, rtol=1e-9)
+    np.testing.assert_allclose(value["ends"], [a + c] * 2)
+    slope = np.array([1.0, 1.0, 0.0])
+    np.testing.assert_allclose(error["ends"], [(slope @ covariance @ slope) ** 0.5] * 2)
+
+
+def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
+    with pytest.warns(UserWarning, match="do not determine"):
+        fit = gnlin.curve_fit(
+            lambda p, x: p["a"] * p["b"] * x, X, 2 * X, {"a": 1, "b": 3}
+        )
+    _, error = fit.derived(lambda p: {"product": p["a"] * p["b"], "a": p["a"]})
+    assert np.isinf(error["a"])
+    assert error["product"] < 1e-6
+    with pytest.raises(ValueError, match="`fn` must be a function of the parameters"):
+        fit.derived("a")
+
+
+def test_a_band_is_infinite_where_the_data_do_not_determine_the_curve():
+    x = {"x": X, "other": np.zeros(50)}
+    y = 2 * X + NOISE
+    with pytest.warns(UserWarning, match="do not determine"):
+        fit = gnlin.curve_fit(
+            lambda p, x: p["a"] * x["x"] + p["b"] * x["other"], x, y, {"a": 1, "b": 3}
+        )
+    _, low, high = fit.band({"x": np.ones(2), "other": np.array([0.0, 1.0])})
+    slope = fit.standard_errors["a"] * scipy.stats.t.ppf(0.975, 49)
+    np.testing.assert_allclose((high - low)[0], 2 * slope, rtol=1e-8)
+    assert high[1] == -low[1] == np.inf
+
+
 def test_the_bands_are_the_derivatives_formula():
     fit = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)
     x = np.array([0.0, 1.0, 7.0])

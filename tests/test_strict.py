@@ -1,5 +1,6 @@
 """JAX promotes neither dtypes nor ranks in these tests, as in the tests of optimistix."""
 
+import functools
 import math
 
 import equinox as eqx
@@ -190,6 +191,25 @@ def test_parameters_of_both_precisions(solver):
     inputs = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2)
     found = traced(model, (inputs, {"a": NUMBERS, "b": NUMBERS}), solver, loss)
     assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [gnlin.LevenbergMarquardt, functools.partial(gnlin.DampedGaussNewton, 1e-3)],
+    ids=["Levenberg-Marquardt", "damped"],
+)
+def test_bounds_of_parameters_of_both_precisions(solver):
+    start = {"a": jnp.ones((), jnp.float32), "rate": jnp.ones((), jnp.float64)}
+    x = jnp.linspace(0.0, 1.0, 20)
+
+    def misfit(y, _):
+        return y["a"].astype(x.dtype) * jnp.exp(-y["rate"] * x) - 2 * jnp.exp(-3 * x)
+
+    found = optx.least_squares(misfit, solver(bounds=(0.0, 2.5)), start).value
+    assert found["rate"] == 2.5
+    curve = jnp.exp(-2.5 * x)
+    expected = 2 * jnp.vdot(curve, jnp.exp(-3 * x)) / jnp.vdot(curve, curve)
+    np.testing.assert_allclose(found["a"], expected, rtol=1e-6)
 
 
 def test_a_solution_does_not_depend_on_promotion():

@@ -12,8 +12,8 @@ from .._common._tree import matmul
 from .._linear_algebra import _small_svd
 
 
-# A parameter is undetermined if more than this part of it lies in directions that do not
-# change the residuals. Rounding is less, about the root of eps.
+# A parameter, or a function of them, is undetermined if more than this part of it lies in
+# directions that do not change the residuals. Rounding is less, about the root of eps.
 _PART = 1e-6
 
 
@@ -41,6 +41,15 @@ class Covariance(NamedTuple):
         both = self.determined[:, None] & self.determined[None, :]
         unknown = jnp.where(jnp.eye(self.determined.size, dtype=bool), jnp.inf, jnp.nan)
         return jnp.where(both, known, unknown.astype(known.dtype))
+
+    def variances(self, matrix: Float[Array, "n k"], variance: Scalar) -> Array:
+        """Return the variances of n linear functions of the parameters. They are infinite
+        for functions that the residuals do not determine."""
+        known = variance * jnp.sum(matmul(matrix, self.factor) ** 2, axis=1)
+        change = jnp.abs(matmul(matrix, self.directions.T))
+        largest = matmul(jnp.abs(matrix), jnp.abs(self.directions.T))
+        is_determined = jnp.all(change <= _PART * largest, axis=1)
+        return jnp.where(is_determined, known, jnp.inf)
 
     def less(
         self, curvature: Float[Array, " m"], jacobian: Float[Array, "m k"]

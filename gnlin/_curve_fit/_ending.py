@@ -7,6 +7,7 @@ import optimistix as optx
 from jax.core import Tracer
 
 from .._solver import result_name, why_it_ended
+from .._training._ending import in_words
 from ..losses import BinomialNLL
 from ._curve import rounding
 from ._no_maximum import escaping
@@ -36,7 +37,8 @@ def reason(fit: "CurveFit") -> str:
     if name == "nonlinear_max_steps_reached" and steps < fit._setting.max_steps:
         return f"interrupted after {steps} steps"
     if name == "nonlinear_max_steps_reached":
-        return f"all {steps} steps were made: raise `max_steps`, or start closer"
+        made = in_words(name, steps)
+        return f"{made}: raise `max_steps`, or start closer"
     if int(fit._end.nonfinite.point) >= 0:
         return what_is_not_finite(fit)
     if name == "nonfinite" and not np.isfinite(fit._end.loss):

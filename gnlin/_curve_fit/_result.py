@@ -1,6 +1,7 @@
 """`CurveFit`, the result of a fit: parameters, their errors, and a report."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import check_fraction, is_traced
+from .._common._checks import check_callable, check_fraction, is_traced
 from .._linearisation._linearisation import linearise
 from .._training._solution import History
 from ..losses import TobitNLL
@@ -43,6 +44,13 @@ class Band(NamedTuple):
     high: Float[Array, " n"]
 
 
+class Estimate(NamedTuple):
+    """A function of the parameters, and its standard error in the same structure."""
+
+    value: PyTree
+    standard_error: PyTree
+
+
 class CurveFit(eqx.Module):
     r"""The result of [`gnlin.curve_fit`][], which prints as a report. With several data
     sets each array has a leading axis over them.
@@ -62,8 +70,8 @@ class CurveFit(eqx.Module):
     - `chi_squared`: the sum of squared residuals, in units of `sigma` and `sigma_x`; with
         a likelihood, Pearson's. `reduced_chi_squared` is divided by the degrees of
         freedom.
-    - `deviance`: twice the loss. For gnlin's likelihoods it is the deviance, since their
-        least loss is zero at each point.
+    - `deviance`: twice the `loss` at the minimum. For gnlin's likelihoods it is the
+        deviance, since their least loss is zero at each point.
     - `degrees_of_freedom`: points minus the rank of the Jacobian, which is the number of
         free parameters that are determined and not at a bound.
     - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. With a
@@ -146,6 +154,11 @@ class CurveFit(eqx.Module):
         return complaint(self)
 
     @property
+    def loss(self) -> Any:
+        """The loss at the minimum."""
+        return self._end.loss
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the free parameters, one for each entry."""
         return names_of(self._free)
@@ -191,10 +204,8 @@ class CurveFit(eqx.Module):
         x = as_x(x)
         fixed = self._setting.fixed
         curve = self._curve.on(self._free, fixed, x)
-        mean, factor = _curve_and_errors(
-            curve, self._free, fixed, x, self._end.covariance
-        )
-        variance = self._end.factor(self._setting) * factor
+        known = self._end.covariance, self._end.factor(self._setting)
+        mean, variance = _curve_and_errors(curve, self._free, fixed, x, *known)
         if sigma is not None:
             if not isinstance(self._setting.likelihood, TobitNLL | None):
                 raise ValueError(
@@ -206,6 +217,35 @@ class CurveFit(eqx.Module):
         like = curve.shapes(self._free, fixed, x)
         ends = mean, mean - width, mean + width
         return Band(*(unflattened(end, like) for end in ends))
+
+    def derived(self, fn: Callable[[PyTree], PyTree]) -> Estimate:
+        """Return a function of the parameters with its standard error, by linear
+        propagation of the covariance.
+
+        If the function is far from linear within the errors, make it a parameter of the
+        fit and take its profile interval ([`gnlin.CurveFit.confidence_intervals`][]).
+
+        **Arguments:**
+
+        - `fn`: a function of the parameters, in the structure of `start`, that returns a
+            pytree of real arrays, by JAX operations.
+
+        **Returns:** `(value, standard_error)`. An error is infinite if the data do not
+        determine the value.
+
+        !!! example
+
+            ```python
+            half_life, error = fit.derived(lambda p: jnp.log(2) / p["rate"])
+            ```
+        """
+        check_callable("fn", fn, "a function of the parameters", "lambda p: p['a'] ** 2")
+        self._check_is_one("derived")
+        fixed, known = self._setting.fixed, self._end.covariance
+        lin = linearise(lambda free, _: fn(eqx.combine(free, fixed)), self._free)
+        variances = known.variances(lin.matrix(), self._end.factor(self._setting))
+        unravel = _tree.Structure.of(lin.outputs).unravel
+        return Estimate(lin.outputs, unravel(jnp.sqrt(variances)))
 
     def confidence_intervals(self, confidence: float = 0.95) -> Interval:
         r"""Return the confidence intervals of the profile likelihood. The refits run the
@@ -346,8 +386,7 @@ _OUTLYING = 3
 
 
 @eqx.filter_jit
-def _curve_and_errors(curve, free, fixed, x, errors: Covariance):
-    """Return the curve and its variance in units of the residuals' variance."""
+def _curve_and_errors(curve, free, fixed, x, errors: Covariance, variance: Scalar):
+    """Return the curve and its variance, given the residuals' variance."""
     lin = linearise(lambda p, _: curve(p, fixed, x), free)
-    pushed = _tree.matmul(lin.matrix(), errors.factor)
-    return lin.outputs, jnp.sum(pushed**2, axis=1)
+    return lin.outputs, errors.variances(lin.matrix(), variance)

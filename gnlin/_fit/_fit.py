@@ -106,8 +106,8 @@ def fit(
     - `state`, `filter_spec`, `axis_name`, `part_size`: the model's state, the leaves to
         train, the name of the batch axis, and the number of examples whose activations
         are in memory at the same time, as in [`gnlin.solve`][].
-    - `callbacks`: callbacks of `gnlin.callbacks`, or your own. Of each event, those with
-        `columns` are told before the others.
+    - `callbacks`: callbacks of `gnlin.callbacks`, or your own. At each event,
+        callbacks with `columns` are called before the others.
     - `progress`: whether to draw a progress bar, if there is a terminal.
     - `checkpoint`: a [`gnlin.Checkpoint`][], or a folder, to which a checkpoint is
         written every ten minutes.

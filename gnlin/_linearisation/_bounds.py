@@ -96,7 +96,7 @@ class Box(eqx.Module):
         parts = jax.tree.map(part, y, self.lower, self.upper, step)
         least = [jnp.min(x, initial=1) for x in _tree.joined(parts)]
         length = jnp.min(jnp.stack(_tree.promoted(least)))
-        reached = jax.tree.map(lambda x: (x <= length) & (x < 1), parts)
+        reached = jax.tree.map(lambda x: (x <= length.astype(x.dtype)) & (x < 1), parts)
 
         def end(x, low, high, d, ends):
             moved = jnp.clip(x + length.astype(x.dtype) * d, low, high)

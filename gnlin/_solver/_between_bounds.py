@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common import _tree
@@ -127,8 +126,8 @@ def _walked(
     box: Box, point: PyTree[Array], step: PyTree[Array], inverse: Float[Array, "p p"]
 ) -> PyTree[Array]:
     """Follow a step from face to face, to the damped problem's minimum on the last."""
-    target, unravel = ravel_pytree(step)
-    y, lower, upper = (ravel_pytree(x)[0] for x in (point, box.lower, box.upper))
+    target, unravel = _tree.ravel_pytree(step)
+    y, lower, upper = (_tree.ravel_pytree(x)[0] for x in (point, box.lower, box.upper))
     low, high = lower - y, upper - y
 
     def is_beyond(path: _FlatPath) -> Bool[Array, " p"]:

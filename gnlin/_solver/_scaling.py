@@ -5,7 +5,6 @@ from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
@@ -125,7 +124,7 @@ class Measured(NamedTuple):
         parameters in `ravel_pytree` order."""
         problem, scale = self._scaled(self.problem)
         curvature = problem.jacobian.curvature()
-        flat = ravel_pytree(scale)[0]
+        flat = _tree.ravel_pytree(scale)[0]
         # A smaller damping is lost in the rounding of the curvature.
         least = jnp.finfo(curvature.dtype).eps * jnp.trace(curvature)
 
