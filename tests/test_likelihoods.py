@@ -338,6 +338,41 @@ def test_the_runs_test_of_the_true_model_gives_few_alarms(name):
     assert 0.02 < share < 0.06
 
 
+class Exponential(gnlin.authoring.AbstractElementwiseLoss):
+    """Waiting times, whose mean is the exponential of the output."""
+
+    reduction: str | None = None
+
+    def elementwise(self, output, target):
+        return output + target * jnp.exp(-output) - 1 - jnp.log(target)
+
+
+class KnownExponential(Exponential):
+    def mean(self, output):
+        return jnp.exp(output)
+
+    def cdf(self, output, target):
+        below = scipy.stats.expon(scale=np.exp(output)).cdf(target)
+        return below, below
+
+
+def test_a_likelihood_of_your_own_may_have_a_runs_test_and_a_picture():
+    matplotlib.use("Agg")
+    rng = np.random.default_rng(1)
+    bent = rng.exponential(np.exp(3 * np.cos(3 * X)))  # not a line
+    unknown = gnlin.curve_fit(line, X, bent, START, loss=Exponential())
+    with pytest.raises(ValueError, match="define `cdf` of `Exponential`"):
+        unknown.runs_test()
+    assert "runs test" not in str(unknown)
+    fit = gnlin.curve_fit(line, X, bent, START, loss=KnownExponential())
+    below = scipy.stats.expon.cdf(bent / np.exp(line(fit.parameters, X)))
+    assert fit.runs_test() == runs_test(np.sign(below - 0.5)) < 0.05
+    assert "runs test of the residuals' signs: p = " in str(fit)
+    (curve,) = (drawn for drawn in fit.plot().lines if drawn.get_label() == "fit")
+    expected = np.exp(line(fit.parameters, X[-1]))
+    assert curve.get_ydata()[-1] == pytest.approx(float(expected))
+
+
 def test_the_report_and_the_picture():
     matplotlib.use("Agg")
     report = str(fit_of("poisson"))

@@ -82,8 +82,8 @@ def curve_fit(
         [`gnlin.damping.Nielsen`][].
     - `sigma`: the standard deviations of y, as one number or in the structure and shapes
         of `y` (of one data set or of all); or the m x m covariance of y. For m data sets
-        of m points add an axis to the covariance, `covariance[None]`. By default all are equal and unknown. A
-        point of infinite `sigma` is left out.
+        of m points add an axis to the covariance, `covariance[None]`. By default all are
+        equal and unknown. A point of infinite `sigma` is left out.
     - `sigma_x`: the standard deviations of x, if x was measured too: one number, or a
         pytree like `x`, with 0 for an exact x. The true x are then fitted as well, with
         $\frac12((x - x_i)/\sigma_{x,i})^2$ added to the objective (orthogonal distance

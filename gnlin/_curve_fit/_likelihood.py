@@ -13,8 +13,6 @@ from jaxtyping import Array, Float, PyTree
 from ..losses import (
     AbstractElementwiseLoss,
     AbstractLoss,
-    BinomialNLL,
-    NegativeBinomialNLL,
     PoissonNLL,
     SquaredError,
     TobitNLL,
@@ -156,12 +154,3 @@ def check_rates(loss: AbstractLoss, rates: Any) -> None:
             f"{float(known[point]):.4g} at point {point}: start elsewhere, or let `f` "
             "return the logarithm of the rate, and use `gnlin.losses.PoissonNLL()`."
         )
-
-
-def in_units_of_y(loss: AbstractLoss, outputs: Array) -> Array:
-    """Return the expected y; for a binomial loss, the expected share of successes."""
-    if isinstance(loss, NegativeBinomialNLL):
-        return jnp.exp(outputs)
-    if isinstance(loss, PoissonNLL):
-        return jnp.exp(outputs) if loss.log_input else outputs
-    return jax.nn.sigmoid(outputs) if isinstance(loss, BinomialNLL) else outputs

@@ -9,7 +9,6 @@ import numpy as np
 from .._common._checks import import_pyplot
 from ..losses import BinomialNLL, TobitNLL
 from ._curve import Data
-from ._likelihood import in_units_of_y
 
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def plot(fit: "CurveFit", data: Data, ax: Any, confidence: float, num_points: in
 
     fine_x = structure.unflatten([drawn(k, leaf) for k, leaf in enumerate(leaves)])
     loss = fit._setting.loss
-    mean, low, high = (in_units_of_y(loss, e) for e in fit.band(fine_x, confidence))
+    mean, low, high = map(loss.mean, fit.band(fine_x, confidence))
     if isinstance(loss, BinomialNLL):
         trials = np.broadcast_to(np.asarray(loss.trials), y.shape)
         y = np.where(trials > 0, y / np.where(trials > 0, trials, 1), np.nan)

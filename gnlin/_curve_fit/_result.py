@@ -318,9 +318,10 @@ class CurveFit(eqx.Module):
         the points, in which a complex number is its two parts. The value is NaN if all
         residuals have one sign, or fewer than three are not zero.
 
-        With a likelihood of gnlin's the residuals are quantiles of y, drawn at random
+        With a likelihood the residuals are quantiles of y, drawn at random
         (with a fixed seed) between the probabilities of a smaller value and of one up to
-        y. A likelihood of your own is refused, because its distribution is unknown.
+        y, which a likelihood of your own defines by `cdf`
+        ([`gnlin.authoring.AbstractElementwiseLoss`][]).
 
         ??? cite "Reference"
 
@@ -337,8 +338,8 @@ class CurveFit(eqx.Module):
         if loss is not None:
             if not is_known(loss):
                 raise ValueError(
-                    "`runs_test` needs the distribution of y, which is unknown for a "
-                    "loss of your own: look at `fit.residuals`."
+                    "`runs_test` needs the distribution of y: define `cdf` of "
+                    f"`{type(loss).__name__}`, or look at `fit.residuals`."
                 )
             posed, uniform = Posed.of(setting, data), np.zeros(signs.size)
             uniform[order] = np.random.default_rng(0).uniform(size=signs.size)

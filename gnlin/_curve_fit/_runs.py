@@ -1,13 +1,10 @@
 """Whether neighbouring points deviate alike."""
 
 import math
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from ..losses import BinomialNLL, NegativeBinomialNLL, PoissonNLL, TobitNLL
-from ._likelihood import in_units_of_y
+from ..losses import AbstractElementwiseLoss
 
 
 def runs_test(signs: np.ndarray) -> float:
@@ -31,13 +28,13 @@ def runs_test(signs: np.ndarray) -> float:
     return math.erfc(far / math.sqrt(2))
 
 
-def is_known(loss: Any) -> bool:
+def is_known(loss: AbstractElementwiseLoss) -> bool:
     """Whether the distribution of y is known."""
-    return isinstance(loss, PoissonNLL | BinomialNLL | NegativeBinomialNLL | TobitNLL)
+    return type(loss).cdf is not AbstractElementwiseLoss.cdf
 
 
 def signs_of(
-    loss: Any, outputs: np.ndarray, y: np.ndarray, uniform: np.ndarray
+    loss: AbstractElementwiseLoss, f: np.ndarray, y: np.ndarray, uniform: np.ndarray
 ) -> np.ndarray:
     """Return the signs of randomised quantile residuals, which are random under the true
     model also for small counts and censored values.
@@ -49,26 +46,5 @@ def signs_of(
         P. K. Dunn and G. K. Smyth, *Randomized quantile residuals*, J. Comput. Graph.
         Stat. 5 (1996).
     """
-    low, high = _probabilities(loss, outputs, y)
+    low, high = loss.cdf(f, y)
     return np.sign(low + (high - low) * uniform - 0.5)
-
-
-def _probabilities(
-    loss: Any, outputs: np.ndarray, y: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the probabilities of a value below y, and of one not above y. For a censored
-    value these are the ends of the range that it may be in."""
-    from scipy.stats import binom, nbinom, norm, poisson  # slow to import
-
-    if isinstance(loss, TobitNLL):
-        at, side = norm.cdf(y - outputs), np.asarray(loss.censored)
-        return np.where(side < 0, 0, at), np.where(side > 0, 1, at)
-    mean = np.asarray(in_units_of_y(loss, jnp.asarray(outputs)))
-    if isinstance(loss, PoissonNLL):
-        of_y = poisson(mean)
-    elif isinstance(loss, BinomialNLL):
-        of_y = binom(np.asarray(loss.trials), mean)
-    else:
-        spread = loss.dispersion
-        of_y = nbinom(1 / spread, 1 / (1 + spread * mean))
-    return of_y.cdf(np.ceil(y) - 1), of_y.cdf(y)

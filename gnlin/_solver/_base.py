@@ -60,8 +60,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         `optimistix.least_squares` moves it to the nearest point within. A parameter at a
         bound that descent would cross has no column in the Jacobian. A step that crosses
         other bounds is followed to the first one, and the problem is solved again for the
-        remaining parameters. The default adjoint of `optimistix.least_squares` gives wrong derivatives of a
-        minimum at a bound, or with a `retraction`: pass
+        remaining parameters. The default adjoint of `optimistix.least_squares` gives
+        wrong derivatives of a minimum at a bound, or with a `retraction`: pass
         [`gnlin.methods.ImplicitAdjoint`][].
     - `retraction`: a function for parameters that are not moved by addition, such as
         rotations and poses. `retraction(row, step)` returns the new row of an array of

@@ -3,7 +3,7 @@
 import abc
 import copy
 from collections.abc import Callable
-from typing import ClassVar, get_args, Literal
+from typing import Any, ClassVar, get_args, Literal
 
 import equinox as eqx
 import jax
@@ -153,6 +153,18 @@ class AbstractElementwiseLoss(AbstractLoss):
         the log-likelihood of the saturated model, whose outputs are the best ones."""
         return jnp.zeros_like(target)
 
+    def mean(self, output: Array) -> Array:
+        """Return the expected target of each output, in whose units a fit is drawn."""
+        return output
+
+    def cdf(
+        self, output: np.ndarray, target: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the probabilities of a value below each target, and of one up to it; for
+        a censored value, the ends of the range of the second. Without this method a fit
+        has no runs test."""
+        raise NotImplementedError
+
     @property
     def unit(self) -> float:
         """The scale of the loss, used to recognise steep outputs with tiny curvature."""
@@ -174,6 +186,11 @@ class AbstractElementwiseLoss(AbstractLoss):
         if self._targets is not None:
             name, least, most = self._targets
             check_between(name, targets, least, most)
+
+
+def cdf_of_counts(counts: Any, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `cdf` of a distribution of SciPy over whole numbers."""
+    return counts.cdf(np.ceil(target) - 1), counts.cdf(target)
 
 
 def stirling_rest(number: Array) -> Array:

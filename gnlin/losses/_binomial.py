@@ -13,7 +13,14 @@ from jax.scipy.special import xlog1py
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
-from ._base import AbstractElementwiseLoss, known, Reduction, stirling_rest, total_of_each
+from ._base import (
+    AbstractElementwiseLoss,
+    cdf_of_counts,
+    known,
+    Reduction,
+    stirling_rest,
+    total_of_each,
+)
 
 
 def _as_trials(given: Any) -> Array:
@@ -98,6 +105,15 @@ class BinomialNLL(_Binomial):
     def root(self, output: Array, target: Array) -> Array:
         return jnp.sqrt(self._trials_of(output)) * binomial_root(output)
 
+    def mean(self, output: Array) -> Array:
+        return jax.nn.sigmoid(output)
+
+    def cdf(self, output, target):
+        from scipy.stats import binom  # slow to import
+
+        share = np.asarray(self.mean(output))
+        return cdf_of_counts(binom(np.asarray(self.trials), share), target)
+
     def saturated(self, target: Array) -> Array:
         trials = self._trials_of(target)
         of_each = stirling_rest(target) + stirling_rest(trials - target)
@@ -165,6 +181,16 @@ class NegativeBinomialNLL(_Binomial):
     def root(self, output: Array, target: Array) -> Array:
         odds, failures = self._odds_and_failures(output, target)
         return jnp.sqrt(jax.nn.sigmoid(odds) * failures)
+
+    def mean(self, output: Array) -> Array:
+        return jnp.exp(output)
+
+    def cdf(self, output, target):
+        from scipy.stats import nbinom  # slow to import
+
+        alpha = float(self.dispersion)
+        counts = nbinom(1 / alpha, 1 / (1 + alpha * np.asarray(self.mean(output))))
+        return cdf_of_counts(counts, target)
 
     def saturated(self, target: Array) -> Array:
         failures = 1 / jnp.asarray(self.dispersion, target.dtype)

@@ -5,11 +5,18 @@ from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Scalar
 
 from .._common._checks import check_flag
-from ._base import AbstractElementwiseLoss, Reduction, stirling_rest, total_of_each
+from ._base import (
+    AbstractElementwiseLoss,
+    cdf_of_counts,
+    Reduction,
+    stirling_rest,
+    total_of_each,
+)
 
 
 class PoissonNLL(AbstractElementwiseLoss):
@@ -51,6 +58,14 @@ class PoissonNLL(AbstractElementwiseLoss):
             return jnp.exp(output) - target * output - least
         rate = jnp.where(output > 0, output, jnp.nan)
         return rate - xlogy(target, rate) - least
+
+    def mean(self, output: Array) -> Array:
+        return jnp.exp(output) if self.log_input else output
+
+    def cdf(self, output, target):
+        from scipy.stats import poisson  # slow to import
+
+        return cdf_of_counts(poisson(np.asarray(self.mean(output))), target)
 
     def saturated(self, target: Array) -> Array:
         return -stirling_rest(target)

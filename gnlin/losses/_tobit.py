@@ -80,6 +80,12 @@ class TobitNLL(AbstractElementwiseLoss):
         curvature = jnp.maximum(hazard * excess, 0)
         return jnp.where(side == 0, 1, jnp.sqrt(curvature))
 
+    def cdf(self, output, target):
+        from scipy.stats import norm  # slow to import
+
+        at, side = norm.cdf(target - output), np.asarray(self.censored)
+        return np.where(side < 0, 0, at), np.where(side > 0, 1, at)
+
     def _sides(self, output: Array) -> Array:
         sides = jnp.asarray(self.censored).astype(output.dtype)
         return jnp.broadcast_to(sides, output.shape)
