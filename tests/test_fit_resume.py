@@ -247,6 +247,19 @@ def test_a_resumed_run_starts_where_the_other_was(tmp_path):
     assert steps.steps == [5, 6]
 
 
+def test_another_version_of_jax_is_told(tmp_path, monkeypatch):
+    whole = fit(steps=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.0.1")
+        fit(checkpoint=tmp_path, steps=6)
+        changed = tmp_path / "changed"
+        fit(checkpoint=changed, steps=6)
+    with pytest.warns(UserWarning, match=r"was written with jax 0\.0\.1, and here it is"):
+        resumed = fit(checkpoint=tmp_path, resume=True, steps=9)
+    assert eqx.tree_equal(whole.model, resumed.model)
+    assert "its loss is" in refused(changed, 6, loss=gnlin.losses.Huber(1.0))
+
+
 def test_verbose_is_not_part_of_the_run(tmp_path):
     told = []
     solver = gnlin.IterativeLinearisation(4, 0.02)

@@ -56,6 +56,7 @@ def described_run(
         **described_by_leaf("model", model),
         **described_by_leaf("state", state),
         "step": f"{program} in jax {jax.__version__}",
+        "jax": jax.__version__,
         "initial values": checksum(inputs[0]),
     }
 
@@ -120,6 +121,18 @@ class Saver:
     def _check_same(self, path: Path, there: dict[str, str]) -> None:
         here = self._settings
         if all(there.get(name) == here[name] for name in _DECISIVE):
+            return
+        # Another version of JAX has other programs, which cannot be compared.
+        by = {"jax", "step"}
+        if there.get("jax") not in (None, here["jax"]) and all(
+            there.get(name) == here[name] for name in here.keys() - by
+        ):
+            warnings.warn(
+                f"{path} was written with jax {there['jax']}, and here it is "
+                f"{here['jax']}: the run is resumed, but its numbers may differ in "
+                "rounding, and whether the model's code is the same is not known.",
+                stacklevel=6,
+            )
             return
         name = next(x for x in {**here, **there} if here.get(x) != there.get(x))
         called = {"data": "data set", "columns": "list of columns"}.get(name, name)
