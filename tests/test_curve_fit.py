@@ -1230,7 +1230,8 @@ def test_where_f_is_not_finite():
         gnlin.curve_fit(f, x, y, 1.0)
 
 
-def test_many_fits_of_a_function_with_loops_take_few_trials():
+@pytest.mark.parametrize("bounds", [None, {"k": (0.0, 10.0)}], ids=["loops", "bounds"])
+def test_many_fits_whose_trials_are_expensive_take_few(bounds):
     """All data sets wait for the one with the most trials at each step."""
 
     def integrated(p, x):
@@ -1239,17 +1240,21 @@ def test_many_fits_of_a_function_with_loops_take_few_trials():
 
         return p["a"] * jax.lax.scan(step, jnp.ones(()), x)[1]
 
+    def exact(p, x):
+        return p["a"] * (1 - 0.1 * p["k"]) ** jnp.arange(30.0)
+
+    f = integrated if bounds is None else exact
     x = jnp.full(30, 0.1)
     truth = [{"a": a, "k": k} for a, k in ((1.0, 0.5), (2.0, 3.0), (0.3, 1.0))]
     ys = jnp.stack([integrated(p, x) for p in truth])
     start = {"a": 1.0, "k": 6.0}
-    fits = gnlin.curve_fit(integrated, x, ys, start)
+    fits = gnlin.curve_fit(f, x, ys, start, bounds=bounds)
     np.testing.assert_allclose(fits.parameters["k"], [0.5, 3, 1], rtol=1e-6)
     few = gnlin.LevenbergMarquardt(damping=gnlin.damping.Nielsen())
-    same = gnlin.curve_fit(integrated, x, ys, start, few)
+    same = gnlin.curve_fit(f, x, ys, start, few, bounds=bounds)
     np.testing.assert_array_equal(fits.num_steps, same.num_steps)
     other = gnlin.LevenbergMarquardt(damping=gnlin.damping.LongestStep())
-    longest = gnlin.curve_fit(integrated, x, ys, start, other)
+    longest = gnlin.curve_fit(f, x, ys, start, other, bounds=bounds)
     assert not np.array_equal(fits.num_steps, longest.num_steps)
 
 
