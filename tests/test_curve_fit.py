@@ -1094,6 +1094,20 @@ def test_derivatives_where_singular_values_are_equal(derivative):
     np.testing.assert_allclose(of_errors, jnp.stack([along, along]), atol=1e-12)
 
 
+def test_derivatives_of_the_deviance():
+    """At the minimum, the loss changes as with the parameters held; at a bound, by the
+    multiplier."""
+
+    def found(y, most):
+        fit = gnlin.curve_fit(decay, X, y, START, sigma=SIGMA, bounds={"rate": (0, most)})
+        return fit.deviance, (fit.residuals, fit.multipliers["rate"])
+
+    of_both = jax.jacrev(found, argnums=(0, 1), has_aux=True)
+    (of_y, of_bound), (residuals, multiplier) = jax.jit(of_both)(jnp.asarray(Y), 0.8)
+    np.testing.assert_allclose(of_y, 2 * residuals / SIGMA, rtol=1e-9)
+    np.testing.assert_allclose(of_bound, 2 * multiplier, rtol=1e-9)
+
+
 @pytest.mark.slow
 def test_derivatives_at_a_bound():
     """A parameter at a bound moves with it; the others move with the bound and the

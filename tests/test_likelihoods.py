@@ -818,3 +818,27 @@ def test_criteria_in_single_precision(dispersion):
     mean = np.exp(DESIGN @ [a, b])
     exact = -2 * np.sum(negative_binomial(mean, dispersion).logpmf(COUNTS)) + 4
     np.testing.assert_allclose(aic, exact, rtol=1e-5)
+
+
+def test_derivatives_of_the_criteria_by_the_dispersion():
+    def found(dispersion):
+        loss = gnlin.losses.NegativeBinomialNLL(dispersion)
+        fit = gnlin.curve_fit(line, X, COUNTS, START, loss=loss)
+        return (fit.deviance, fit.aic, fit.bic), fit.parameters
+
+    slopes, parameters = jax.jit(jax.jacfwd(found, has_aux=True))(0.5)
+    mean, best = np.exp(DESIGN @ values(parameters)), np.maximum(COUNTS, 1e-300)
+
+    def criterion(dispersion):  # of the best parameters, where its slope is zero
+        return -2 * np.sum(negative_binomial(mean, dispersion).logpmf(COUNTS))
+
+    def deviance(dispersion):
+        perfect = negative_binomial(best, dispersion).logpmf(COUNTS)
+        return criterion(dispersion) + 2 * np.sum(perfect)
+
+    h = 1e-4
+    of_deviance, of_criterion = (
+        (of(0.5 + h) - of(0.5 - h)) / (2 * h) for of in (deviance, criterion)
+    )
+    expected = of_deviance, of_criterion, of_criterion
+    np.testing.assert_allclose(slopes, expected, rtol=1e-6)

@@ -62,20 +62,25 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int
 @run.def_jvp
 def _(primals: tuple, tangents: tuple, *, num_rows: int) -> tuple[Run, Run]:
     """Differentiate the minimum: the gradient stays zero, and parameters at a bound stay
-    there. In directions that the data do not determine, the derivative is zero."""
+    there. In directions that the data do not determine, the derivative is zero. The
+    history has no derivative."""
     setting, data, start = primals
     end = run(setting, data, start, num_rows=num_rows)
     here, unravel = ravel_pytree(end.variables)
 
-    def gradient(flat, given):
+    def gradient_and_loss(flat, given):
         posed = Posed.of(*given)
         outputs = lambda flat: posed.outputs(unravel(flat))
-        pull = posed.counted * posed.loss.derivative(outputs(flat), posed.target)
-        return _tree.matmul(jax.jacfwd(outputs)(flat).T, pull)
+        values, target = outputs(flat), posed.target
+        pull = posed.counted * posed.loss.derivative(values, target)
+        gradient = _tree.matmul(jax.jacfwd(outputs)(flat).T, pull)
+        return gradient, posed.loss.value(values, target)
 
     given, changes = primals[:2], tangents[:2]
-    slope, change = eqx.filter_jvp(lambda *given: gradient(here, given), given, changes)
-    curvature = jax.jacfwd(gradient)(here, given)
+    (slope, _), (change, of_loss) = eqx.filter_jvp(
+        lambda *given: gradient_and_loss(here, given), given, changes
+    )
+    curvature = jax.jacfwd(lambda flat: gradient_and_loss(flat, given)[0])(here)
 
     def box(bounds):
         return flat_box(_of_variables(bounds), end.variables)
@@ -90,11 +95,13 @@ def _(primals: tuple, tangents: tuple, *, num_rows: int) -> tuple[Run, Run]:
 
     _, at_ends = eqx.filter_jvp(ends, (bounds,), (changes[0].solver.bounds,))
     at_ends = jnp.zeros_like(here) if at_ends is None else at_ends
-    change = 0 if change is None else change  # if only the start is differentiated
+    if change is None:  # only the start is differentiated
+        change, of_loss = jnp.zeros_like(here), jnp.zeros_like(end.loss)
     change += _tree.matmul(curvature, at_ends)
     moved = jnp.where(held, at_ends, -_solved(curvature, change, ~held))
     nothing = jax.tree.map(lambda _: None, end)
-    return end, nothing._replace(variables=unravel(moved))
+    of_loss += _tree.dot(slope, moved)  # at a bound the slope is not zero
+    return end, nothing._replace(variables=unravel(moved), loss=of_loss)
 
 
 def _solved(matrix: Array, right: Array, free: Array) -> Array:

@@ -203,7 +203,7 @@ class Misfit(NamedTuple):
             slopes=jnp.sum(slopes),
             squared_slopes=dot(slopes, slopes),
             noise=jnp.where(number > 0, number * noise, 0),
-            saturated=jax.lax.stop_gradient(jnp.sum(loss.saturated(target))),
+            saturated=jnp.sum(loss.saturated(target)),
         )
         return Misfit(outputs, residuals, pull, root, reduced, totals, concave)
 
