@@ -842,3 +842,19 @@ def test_derivatives_of_the_criteria_by_the_dispersion():
     )
     expected = of_deviance, of_criterion, of_criterion
     np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+
+
+def test_the_derivative_by_a_count_of_zero():
+    """The loss and what it leaves out have infinite slopes there, which cancel."""
+    y, n, f = np.array([0.0, 3.0, 9.0, 0.0]), np.array([9.0, 3.0, 30.0, 0.0]), 0.3
+    digamma = scipy.special.digamma
+    of_odds = digamma(y + 1) - digamma(y + 2) + np.log1p(2 * np.exp(-f))
+    expected = (
+        (gnlin.losses.PoissonNLL(), digamma(y + 1) - f),
+        (gnlin.losses.BinomialNLL(n), digamma(y + 1) - digamma(n - y + 1) - f),
+        (gnlin.losses.NegativeBinomialNLL(0.5), of_odds),
+    )
+    for loss, exact in expected:
+        whole = lambda y, l=loss: l.elementwise(jnp.full(4, f), y) - l.saturated(y)
+        _, slope = jax.jvp(whole, (jnp.asarray(y),), (jnp.ones(4),))
+        np.testing.assert_allclose(slope, exact, rtol=1e-10)

@@ -71,7 +71,8 @@ class CurveFit(eqx.Module):
         a likelihood, Pearson's. `reduced_chi_squared` is divided by the degrees of
         freedom.
     - `deviance`: twice the `loss` at the minimum. For gnlin's likelihoods it is the
-        deviance, since their least loss is zero at each point.
+        deviance, since their least loss is zero at each point. Its derivative by a count
+        of 0, which is infinite, is given without the infinite term.
     - `degrees_of_freedom`: points minus the rank of the Jacobian, which is the number of
         free parameters that are determined and not at a bound.
     - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. With a

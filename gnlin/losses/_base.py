@@ -193,12 +193,18 @@ def cdf_of_counts(counts: Any, target: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return counts.cdf(np.ceil(target) - 1), counts.cdf(target)
 
 
+def xlogx(x: Array) -> Array:
+    """Return x log x. Its slope at zero is infinite, and would make others NaN: there it
+    is taken as 0, so that it cancels between a loss and what the loss leaves out."""
+    return xlogy(x, jnp.where(x > 0, x, 1))
+
+
 def stirling_rest(number: Array) -> Array:
     """Return what Stirling's n log n - n leaves out of log n!, without cancellation."""
     is_large = number > 10
     large, small = jnp.where(is_large, number, 10), jnp.where(is_large, 1, number)
     rest = 1 / (12 * large) - 1 / (360 * large**3) + 1 / (1260 * large**5)
-    exact = gammaln(small + 1) - xlogy(small, small) + small
+    exact = gammaln(small + 1) - xlogx(small) + small
     return jnp.where(is_large, 0.5 * jnp.log(2 * jnp.pi * large) + rest, exact)
 
 

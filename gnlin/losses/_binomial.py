@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.scipy.special import xlog1py
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
@@ -207,8 +206,11 @@ def _value(odds: Array, successes: Array, failures: Array) -> Array:
 
 
 def _least(number: Array, others: Array) -> Array:
-    """Return -a log(a / (a + b)), also if one is much larger than the other."""
-    return xlog1py(number, others / jnp.where(number > 0, number, 1))
+    """Return -a log(a / (a + b)), also if one is much larger than the other. The slope at
+    a = 0 is that of a log(a + b), as with `xlogx`."""
+    some = number > 0
+    near = jnp.log1p(others / jnp.where(some, number, 1))
+    return number * jnp.where(some, near, jnp.log(jnp.where(others > 0, others, 1)))
 
 
 def binomial_slope(odds: Array, successes: Array, failures: Array) -> Array:

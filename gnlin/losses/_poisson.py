@@ -16,6 +16,7 @@ from ._base import (
     Reduction,
     stirling_rest,
     total_of_each,
+    xlogx,
 )
 
 
@@ -53,7 +54,7 @@ class PoissonNLL(AbstractElementwiseLoss):
         check_flag("log_input", self.log_input)
 
     def elementwise(self, output: Array, target: Array) -> Array:
-        least = target - xlogy(target, target)
+        least = target - xlogx(target)
         if self.log_input:
             return jnp.exp(output) - target * output - least
         rate = jnp.where(output > 0, output, jnp.nan)
