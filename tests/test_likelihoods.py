@@ -855,6 +855,6 @@ def test_the_derivative_by_a_count_of_zero():
         (gnlin.losses.NegativeBinomialNLL(0.5), of_odds),
     )
     for loss, exact in expected:
-        whole = lambda y, l=loss: l.elementwise(jnp.full(4, f), y) - l.saturated(y)
+        whole = lambda y, of=loss: of.elementwise(jnp.full(4, f), y) - of.saturated(y)
         _, slope = jax.jvp(whole, (jnp.asarray(y),), (jnp.ones(4),))
         np.testing.assert_allclose(slope, exact, rtol=1e-10)

@@ -754,3 +754,78 @@ def test_errors_of_arguments(unchecked):
     for said, call in cases.items():
         with pytest.raises(ValueError, match=said):
             call()
+
+
+def redundant(p, x):
+    """A curve that depends on the sum of the first two parameters."""
+    return jnp.tanh((p[0] + p[1]) * x[0] + p[2] * x[1]) * p[2] + p[3]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 0], [0, 1, 2, 3, 4, 5]])
+def test_derivatives_where_eigenvalues_are_zero(order):
+    """Eigenvectors have no derivatives for equal examples, or for parameters of which
+    only the sum matters. Predictions have, also in directions that separate them."""
+    rng, point = np.random.default_rng(0), jnp.array([0.3, 0.2, -0.7, 0.1])
+    inputs, change = jnp.asarray(rng.normal(size=(2, 6, 2)))
+    inputs, change, targets = inputs[np.array(order)], change[: len(order)], 0.4
+    noise, prior, time, m = 0.3, 1.2, 0.7, len(order)
+
+    def found(inputs):
+        data = inputs, jnp.full(m, targets)
+        posterior = gnlin.predict.posterior(
+            (redundant, point), data, noise=noise, prior=prior
+        )
+        flow = gnlin.predict.gradient_flow((redundant, point), data)
+        evidence = posterior.log_evidence()
+        return *posterior(TEST[:, :2]), evidence, flow(TEST[:, :2], times=time)
+
+    def expected(inputs):
+        outputs = lambda x: jax.vmap(redundant, (None, 0))(point, x)
+        rows = lambda x: jax.vmap(jax.grad(redundant), (None, 0))(point, x)
+        new = TEST[:, :2]
+        f, phi, there, phi_there = outputs(inputs), rows(inputs), outputs(new), rows(new)
+        residual, kernel, cross = f - targets, phi @ phi.T, phi_there @ phi.T
+        damped = kernel + (noise / prior) ** 2 * jnp.eye(m)
+        mean = there - cross @ jnp.linalg.solve(damped, residual)
+        left = phi_there @ phi_there.T - cross @ jnp.linalg.solve(damped, cross.T)
+        variance, covariance = prior**2 * jnp.diagonal(left), prior**2 * damped
+        misfit = residual @ jnp.linalg.solve(covariance, residual)
+        log_det = jnp.linalg.slogdet(2 * jnp.pi * covariance)[1]
+        # The integral of exp(-K t) r is a corner of the exponential of a larger matrix.
+        larger = jnp.zeros((m + 1, m + 1)).at[:m, :m].set(-kernel)
+        whole = jax.scipy.linalg.expm(time * larger.at[:m, m].set(residual))
+        return mean, variance, -0.5 * (misfit + log_det), there - cross @ whole[:m, m]
+
+    one, two = (
+        jax.jit(lambda x, of=of: jax.jvp(of, (x,), (change,)))(inputs)
+        for of in (found, expected)
+    )
+    for exact, value in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(value, exact, rtol=1e-9, atol=1e-11)
+
+
+def test_derivatives_of_a_classifiers_variance():
+    """The curvature of the softmax is zero where all logits change alike."""
+    model, (inputs, labels) = classified("one")
+    loss, change = gnlin.SoftmaxCrossEntropy(), jnp.ones_like(inputs)
+
+    def found(inputs):
+        data = inputs, labels
+        posterior = gnlin.predict.posterior(model, data, loss=loss, prior=0.5)
+        return posterior(TEST).variance
+
+    def expected(inputs):
+        linearised = lambda x: gnlin.features.linearise_model(model, x)
+        lin, rows_there = linearised(inputs), linearised(TEST).matrix()
+        p, rows = jax.nn.softmax(lin.outputs), lin.matrix()
+        of_each = jax.vmap(lambda p: jnp.diag(p) - jnp.outer(p, p))(p)
+        hessian = jax.scipy.linalg.block_diag(*of_each)
+        precision = rows.T @ hessian @ rows + 4 * jnp.eye(rows.shape[1])
+        solved = jnp.linalg.solve(precision, rows_there.T)
+        return jnp.sum(rows_there.T * solved, 0).reshape(len(TEST), -1)
+
+    one, two = (
+        jax.jit(lambda x, of=of: jax.jvp(of, (x,), (change,)))(inputs)
+        for of in (found, expected)
+    )
+    np.testing.assert_allclose(one, two, rtol=1e-8, atol=1e-12)

@@ -11,6 +11,7 @@ from .._common._cost import rates
 from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian, Cost
 from .._linear_algebra import _lapack, _small_svd
+from .._linear_algebra._derivatives import of_matrix, with_derivative_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
@@ -53,6 +54,9 @@ class Eigenbasis(eqx.Module):
     - `outside`: the squared norm of the part of the residual outside the span of $U$.
     - `vectors`: $U$, m x m, or $V$, p x k.
     - `rounding`: the error of the eigenvalues that are close to zero.
+    - `residual`: $r$, or `None` if only the leading eigenpairs are known. Eigenvectors
+        have no derivatives where eigenvalues are equal, as those that are zero; what
+        follows from all eigenpairs has, and is then differentiated by its formula.
     """
 
     eigenvalues: Float[Array, " k"]
@@ -63,6 +67,7 @@ class Eigenbasis(eqx.Module):
     rounding: Scalar
     jacobian: AbstractJacobian
     on_outputs: bool = eqx.field(static=True)
+    residual: Float[Array, " m"] | None = None
 
     moves: ClassVar[bool] = True  # whether the posterior's mean is not the model's output
 
@@ -97,8 +102,19 @@ class Eigenbasis(eqx.Module):
         """Return the change of the mean, and the variance in units of the prior's, of the
         outputs of another Jacobian."""
         seen = self.seen_from(other)
-        change = matmul(seen, self.filtered(Tikhonov(damping)))
+        change = self.change(other, seen, Tikhonov(damping))
         return change, self.variance(other, seen, damping)
+
+    def change(
+        self, other: AbstractJacobian, seen: Float[Array, "n k"], filter: Filter
+    ) -> Float[Array, " n"]:
+        """Return -B (g(w) c), the change of the outputs of another Jacobian; `seen` is
+        B."""
+        change = matmul(seen, self.filtered(filter))
+        if self.residual is None:
+            return change
+        args = self.jacobian, other, self.residual, filter
+        return with_derivative_of(_change, change, *args)
 
     def filtered(self, filter: Filter) -> Float[Array, " k"]:
         """Return -g(w) c. Eigenvalues that are only rounding are left out if the filter
@@ -133,6 +149,15 @@ class Eigenbasis(eqx.Module):
     ) -> Float[Array, " n"]:
         r"""Return the diagonal of
         $\lambda\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top$; `seen` is B."""
+        variance = self._variance(other, seen, damping)
+        if self.residual is None:
+            return variance
+        args = self.jacobian, other, Tikhonov(damping)
+        return with_derivative_of(_variance, variance, *args)
+
+    def _variance(
+        self, other: AbstractJacobian, seen: Float[Array, "n k"], damping: Scalar
+    ) -> Float[Array, " n"]:
         w = self.eigenvalues
         if self.on_outputs:
             gained = jnp.sum(seen**2 / (w + damping)[None], axis=1)
@@ -164,7 +189,11 @@ class Eigenbasis(eqx.Module):
     def misfit(self, damping: Scalar) -> Scalar:
         r"""Return $r^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
         inside = jnp.sum(self.squares / (self.eigenvalues + damping))
-        return self.outside / damping + inside
+        misfit = self.outside / damping + inside
+        if self.residual is None:
+            return misfit
+        args = self.jacobian, self.residual, Tikhonov(damping)
+        return with_derivative_of(_misfit, misfit, *args)
 
 
 def _singular_values_pay(cost: Cost) -> bool:
@@ -196,13 +225,15 @@ def _by_singular_values(problem: Quadratic) -> Eigenbasis:
         rounding=smallest**2,
         jacobian=jacobian,
         on_outputs=False,
+        residual=residual,
     )
 
 
 def _by_kernel(problem: Quadratic) -> Eigenbasis:
     jacobian = problem.jacobian
     w, u = _lapack.eigh(jacobian.gram())
-    along = matmul(u.T, problem.flat_residual()).astype(w.dtype)
+    residual = problem.flat_residual()
+    along = matmul(u.T, residual).astype(w.dtype)
     return Eigenbasis(
         eigenvalues=jnp.maximum(w, 0),
         coefficients=along,
@@ -212,6 +243,7 @@ def _by_kernel(problem: Quadratic) -> Eigenbasis:
         rounding=jnp.finfo(w.dtype).eps * w[-1],
         jacobian=jacobian,
         on_outputs=True,
+        residual=residual,
     )
 
 
@@ -235,8 +267,64 @@ def _by_vectors(
         rounding=rounding,
         jacobian=jacobian,
         on_outputs=False,
+        residual=residual if len(w) == len(v) else None,
     )
 
 
 def _squared_norm(vector: Float[Array, " m"], dtype) -> Scalar:
     return jnp.sum(vector.astype(dtype) ** 2)
+
+
+class _OnSmallerSide(eqx.Module):
+    """The smaller of kernel and curvature, with its eigenpairs."""
+
+    matrix: Float[Array, "k k"]
+    eigenvalues: Float[Array, " k"]
+    vectors: Float[Array, "k k"]
+    on_outputs: bool = eqx.field(static=True)
+
+    @staticmethod
+    def of(jacobian: AbstractJacobian) -> "_OnSmallerSide":
+        m, p = jacobian.shape
+        matrix = jacobian.gram() if m <= p else jacobian.curvature()
+        w, vectors = _lapack.eigh(matrix)
+        return _OnSmallerSide(matrix, jnp.maximum(w, 0), vectors, on_outputs=m <= p)
+
+    def filtered(self, filter: Filter, vector: Float[Array, " k"]) -> Float[Array, " k"]:
+        return of_matrix(filter, self.matrix, vector, self.eigenvalues, self.vectors)
+
+
+def _change(
+    jacobian: AbstractJacobian,
+    other: AbstractJacobian,
+    residual: Float[Array, " m"],
+    filter: Filter,
+) -> Float[Array, " n"]:
+    """Return what `Eigenbasis.change` does, as a formula to be differentiated."""
+    side = _OnSmallerSide.of(jacobian)
+    if side.on_outputs:
+        return -matmul(other.gram_with(jacobian), side.filtered(filter, residual))
+    gradient, unravel = ravel_pytree(jacobian.pull_back(residual))
+    return -other.push_forward(unravel(side.filtered(filter, gradient)))
+
+
+def _variance(
+    jacobian: AbstractJacobian, other: AbstractJacobian, filter: Tikhonov
+) -> Float[Array, " n"]:
+    """Return what `Eigenbasis.variance` does, as a formula to be differentiated."""
+    side = _OnSmallerSide.of(jacobian)
+    seen = other.gram_with(jacobian) if side.on_outputs else other.as_matrix()
+    each = jax.vmap(lambda row: jnp.sum(row * side.filtered(filter, row)))(seen)
+    return other.squared_rows() - each if side.on_outputs else filter.damping * each
+
+
+def _misfit(
+    jacobian: AbstractJacobian, residual: Float[Array, " m"], filter: Tikhonov
+) -> Scalar:
+    """Return what `Eigenbasis.misfit` does, as a formula to be differentiated."""
+    side = _OnSmallerSide.of(jacobian)
+    if side.on_outputs:
+        return jnp.sum(residual * side.filtered(filter, residual))
+    gradient, _ = ravel_pytree(jacobian.pull_back(residual))
+    inside = jnp.sum(gradient * side.filtered(filter, gradient))
+    return (jnp.sum(residual**2) - inside) / filter.damping

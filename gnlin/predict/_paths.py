@@ -316,12 +316,13 @@ def _in_closed_form(
     basis = path._way
     assert isinstance(basis, Eigenbasis)
 
-    def filtered(amount: Scalar) -> Float[Array, " k"]:
-        along = basis.filtered(path._filter_of(amount))
-        return jnp.where(amount == 0, 0, along)
+    seen = basis.seen_from(on.jacobian)
 
-    along = jax.vmap(filtered)(amounts.astype(basis.eigenvalues.dtype))
-    return matmul(along, basis.seen_from(on.jacobian).T)
+    def change(amount: Scalar) -> Float[Array, " n"]:
+        changes = basis.change(on.jacobian, seen, path._filter_of(amount))
+        return jnp.where(amount == 0, 0, changes)
+
+    return jax.vmap(change)(amounts.astype(basis.eigenvalues.dtype))
 
 
 @eqx.filter_jit
