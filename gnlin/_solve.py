@@ -29,7 +29,7 @@ from ._training._data import as_batch, not_finite
 from ._training._ending import after_full_batch, group_not_finite, in_words, why_it_failed
 from ._training._full_batch import Most, run
 from ._training._group_network import GroupNetwork
-from ._training._model import make_network, Network
+from ._training._model import in_single, make_network, Network
 from ._training._prior import Prior
 from ._training._residuals import (
     as_groups,
@@ -75,9 +75,9 @@ def solve(
     - `model`: any callable pytree, such as an `equinox.nn.MLP`, that maps one input to
         one output, a pytree of floating-point arrays. Or a pair `(fn, parameters)` with
         `fn(parameters, x)`, where Python floats in dictionaries and lists are trained
-        too. Parameters in half precision are trained in single precision, and returned
-        in half precision. If the model takes a `key` (for dropout), each example gets its
-        own key in each step.
+        too. A model, inputs and a state in half precision are computed with in single
+        precision, and the model and its state are returned in half precision. If the
+        model takes a `key` (for dropout), each example gets its own key in each step.
     - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
         or `(inputs, targets, weights)` with n weights of the examples in the loss. Or
         groups of residuals: one [`gnlin.Residuals`][], or a dictionary or list of them,
@@ -155,6 +155,7 @@ def solve(
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
+        state = in_single(state)
     else:
         refuse_for_groups(loss=loss, state=state, key=key, prior=prior)
         refuse_samplers(groups)
@@ -210,7 +211,7 @@ def solve(
                 doubt = flaw_of(solver.retraction, carry.parameters) or doubt
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
-        state=carry.model_state,
+        state=network.frozen.with_state(carry.model_state),
         loss=loss_now,
         result=result,
         reason=reason,

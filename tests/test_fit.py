@@ -904,6 +904,66 @@ def test_single_precision():
     assert result.history["loss"][-3:].sum() < result.history["loss"][:3].sum()
 
 
+class Images(eqx.Module):
+    """A convolution, which does not mix dtypes, then batch normalisation."""
+
+    convolution: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    dense: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.convolution = eqx.nn.Conv2d(1, 2, 3, key=keys[0])
+        self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
+        self.dense = eqx.nn.Linear(8, 2, key=keys[1])
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.convolution(x), state)
+        return self.dense(jnp.tanh(x).ravel()), state
+
+
+@pytest.mark.parametrize("driver", ["fit", "solve", "optax"])
+def test_half_precision_is_computed_with_in_single_precision(driver):
+    """The result is that of the same numbers in single precision, rounded."""
+
+    def cast(tree, dtype):
+        change = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+        return jax.tree.map(change, tree)
+
+    images = jax.random.normal(jax.random.key(0), (8, 1, 4, 4))
+    labels = jnp.arange(8) % 2
+    given = (*eqx.nn.make_with_state(Images)(jax.random.key(1)), images)
+    given = cast(given, jnp.bfloat16)
+    spec = jax.tree.map(eqx.is_inexact_array, given[0])
+    spec = eqx.tree_at(lambda m: m.convolution.weight, spec, False)
+
+    def trained(dtype):
+        model, state, images = cast(given, dtype)
+        every = {"loss": gnlin.SoftmaxCrossEntropy(), "state": state, "filter_spec": spec}
+        data = images, labels
+        if driver == "solve":
+            return gnlin.solve(model, data, max_steps=3, **every)
+        solver = [optax.adam(1e-2)] if driver == "optax" else []
+        every |= {"batch_size": 4, "epochs": 2, "validation": data}
+        return gnlin.fit(model, data, *solver, **every)
+
+    half, single = trained(jnp.bfloat16), trained(jnp.float32)
+    np.testing.assert_array_equal(half.history.loss, single.history.loss)
+    expected = cast((single.model, single.state), jnp.bfloat16)
+    arrays = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    both = arrays((half.model, half.state)), arrays(expected)
+    for left, right in zip(*both, strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left.astype(float), right.astype(float))
+
+
+def test_images_of_whole_numbers_are_told_to_be_converted():
+    model, state = eqx.nn.make_with_state(Images)(jax.random.key(1))
+    images = np.zeros((8, 1, 4, 4), np.uint8)
+    with pytest.raises(ValueError, match="convert the inputs to the dtype of"):
+        gnlin.fit(model, (images, np.zeros(8, int)), state=state, batch_size=4, epochs=1)
+
+
 def test_a_first_batch_without_a_loss_is_no_measure():
     """The loss of the others is infinitely many times its own."""
     x = np.linspace(-1, 1, 60)[:, None]

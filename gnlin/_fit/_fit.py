@@ -17,7 +17,7 @@ from .._linearisation._objective import GroupLosses
 from .._solver import AbstractGaussNewton, as_solver, check_divergence, LevenbergMarquardt
 from .._training._data import as_tuple
 from .._training._group_network import GroupNetwork
-from .._training._model import make_network, Network
+from .._training._model import in_single, make_network, Network
 from .._training._prior import Prior
 from .._training._residuals import as_groups, of_groups, refuse_for_groups
 from .._training._solution import Model, Solution
@@ -217,6 +217,7 @@ def fit(
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
+        state = in_single(state)
     else:
         refuse_for_groups(
             loss=loss,

@@ -12,6 +12,7 @@ from .._common._canonical import join, split
 from .._common._identity import as_numpy
 from .._solver import result_name, WELL
 from .._training._ending import after_batches, group_not_finite, in_words, why_it_failed
+from .._training._model import Frozen
 from .._training._solution import COLUMNS, columns_of, History, on_host, Solution
 from .._training._step import Carry, checked_outputs, StepSettings
 from ..callbacks import Callback, Run as AbstractRun
@@ -96,17 +97,17 @@ class Run(AbstractRun):
 
     @property
     def model(self) -> PyTree:
-        return self._with_frozen(self._carry().parameters)
+        return self._frozen.with_parameters(self._carry().parameters)
 
     @property
     def model_state(self) -> PyTree:
-        return self._carry().model_state
+        return self._frozen.with_state(self._carry().model_state)
 
     @property
     def linearisation_point(self) -> PyTree:
         solver, carry = self._setting.solver, self._carry()
         point = solver.linearisation_point(carry.solver_state)
-        return None if point is None else self._with_frozen(point)
+        return None if point is None else self._frozen.with_parameters(point)
 
     def record(self, figures: Mapping[str, float]) -> None:
         """Put figures into the latest row."""
@@ -139,8 +140,9 @@ class Run(AbstractRun):
     def _carry(self) -> Carry:
         return join(self._now.arrays, self._static)
 
-    def _with_frozen(self, parameters: PyTree) -> PyTree:
-        return self._setting.network.frozen.with_parameters(parameters)
+    @property
+    def _frozen(self) -> Frozen:
+        return self._setting.network.frozen
 
     def _tell(self, event: str) -> None:
         for callback in self._told:
@@ -305,8 +307,8 @@ class Run(AbstractRun):
             (parameters, state), loss = join(list(chosen), static), None
         counts = on_host(carry.solver_state.counts.by_name())
         return Solution(
-            model=self._with_frozen(parameters),
-            state=state,
+            model=self._frozen.with_parameters(parameters),
+            state=self._frozen.with_state(state),
             loss=loss,
             result=self.result,
             reason=self._reason or in_words(result_name(self.result), self.step),

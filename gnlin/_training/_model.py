@@ -33,20 +33,26 @@ class Frozen(eqx.Module):
 
     rest: PyTree
     # Original dtypes of the parameters. Half precision is trained in single precision,
-    # because rounding would hide the progress of a step.
+    # because rounding would hide the progress of a step. All that the model computes with
+    # is then converted too, because convolutions do not mix dtypes.
     dtypes: tuple[np.dtype, ...] = eqx.field(static=True)
     fn: Callable | None  # None unless the model is a pair `(fn, parameters)`
+    of_state: tuple[np.dtype, ...] = eqx.field(static=True, default=())
 
     def with_parameters(self, parameters: PyTree) -> PyTree:
         """Return the model with `parameters` in their original dtypes."""
-        leaves, structure = jax.tree.flatten(parameters)
-        pairs = zip(leaves, self.dtypes, strict=True)
-        leaves = [x.astype(d) if d in _HALF else x for x, d in pairs]
-        return self.in_training(structure.unflatten(leaves))
+        return self._model(_in_dtypes(parameters, self.dtypes), self.rest)
+
+    def with_state(self, state: PyTree) -> PyTree:
+        """Return the model's state in its original dtypes."""
+        return _in_dtypes(state, self.of_state)
 
     def in_training(self, parameters: PyTree) -> PyTree:
         """Return the model with `parameters` in the dtypes in which they are trained."""
-        model = eqx.combine(parameters, self.rest)
+        return self._model(parameters, in_single(self.rest))
+
+    def _model(self, parameters: PyTree, rest: PyTree) -> PyTree:
+        model = eqx.combine(parameters, rest)
         return model if self.fn is None else (self.fn, model)
 
 
@@ -104,7 +110,7 @@ def partition(
     if filter_spec is eqx.is_inexact_array:
         _warn_of_whole_numbers(trained)
     dtypes = tuple(leaf.dtype for leaf in leaves)
-    parameters = jax.tree.map(_in_single, parameters)
+    parameters = in_single(parameters)
     check_parameters(parameters)
     return parameters, Frozen(rest, dtypes, fn)
 
@@ -157,8 +163,17 @@ def _function_of(model: Any) -> Callable:
     return functools.partial(*model) if _is_pair(model) else model
 
 
-def _in_single(x: Array) -> Array:
-    return x.astype(jnp.float32) if x.dtype in _HALF else x
+def in_single(tree: PyTree) -> PyTree:
+    """Convert arrays in half precision to single precision."""
+    is_half = lambda x: eqx.is_array(x) and x.dtype in _HALF
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
+
+
+def _in_dtypes(tree: PyTree, dtypes: tuple[np.dtype, ...]) -> PyTree:
+    """Undo `in_single` for leaves that had these dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, dtypes, strict=True)
+    return structure.unflatten([x.astype(d) if d in _HALF else x for x, d in pairs])
 
 
 def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
@@ -181,9 +196,14 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
             ) from error
         if explains_itself(error):
             raise
+        remedy = (
+            "; convert the inputs to the dtype of the model's parameters"
+            if "dtypes" in str(error)
+            else ""
+        )
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "
-            f"axis, but on an input {_shapes(x)} it failed: {first_line(error)}."
+            f"axis, but on an input {_shapes(x)} it failed: {first_line(error)}{remedy}."
         ) from error
 
 
@@ -285,6 +305,8 @@ def make_network(
         )
     if state is not None and not _has_state(model):
         raise ValueError("The model has no state: leave `state` out.")
+    of_state = tuple(jnp.result_type(x) for x in jax.tree.leaves(state))
+    frozen = dataclasses.replace(frozen, of_state=of_state)
     takes_key, has_state = _takes_key(model), state is not None
     return parameters, Network(frozen, takes_key, has_state, axis_name, part_size)
 
@@ -292,7 +314,7 @@ def make_network(
 def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
     x, key = example
     model = network.frozen.in_training(parameters)
-    return _checked(_called(model, x, **network.keywords(key)))
+    return _checked(_called(model, in_single(x), **network.keywords(key)))
 
 
 def _apply_with_state(
@@ -302,7 +324,7 @@ def _apply_with_state(
     model = network.frozen.in_training(parameters)
 
     def one(x, key, state):
-        outputs, state = _called(model, x, state, **network.keywords(key))
+        outputs, state = _called(model, in_single(x), state, **network.keywords(key))
         return _checked(outputs), state
 
     batched = jax.vmap(
