@@ -1094,6 +1094,23 @@ def test_outputs_that_have_no_classes():
             gnlin.solve(model, (X, np.zeros(5, int)), solver, loss=SOFTMAX_LOSS)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (SOFTMAX_LOSS, "two classes use `gnlin.SigmoidCrossEntropy"),
+        (SIGMOID, r"pass `targets\[..., None\]`"),
+        (gnlin.SquaredError(), r"pass `targets\[..., None\]`"),
+    ],
+)
+def test_one_output_for_two_classes(loss, words):
+    """The message does not lead to another loss that does not work either."""
+    model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=words) as caught:
+        gnlin.solve(model, (X, np.array([0, 1, 1, 0, 1])), loss=loss)
+    assert is_one_sentence(str(caught.value)), str(caught.value)
+
+
 WRONG_LOSSES = {
     "reduction": [
         lambda: gnlin.SquaredError(reduction="average"),

@@ -250,10 +250,15 @@ def check_shapes(outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]) 
     expected = jax.tree.map(lambda f: f.shape, outputs)
     given = jax.tree.map(lambda t: t.shape, targets)
     if expected != given:
+        is_flat = isinstance(given, tuple) and expected == (*given, 1)
+        remedy = (
+            ": pass `targets[..., None]`"
+            if is_flat
+            else "; reshape them, or for labels use `gnlin.SoftmaxCrossEntropy()`"
+        )
         raise ValueError(
             "The targets must have the shape of the model's outputs, "
-            f"{_tree.shapes_in_words(outputs)}, but have {given}; reshape them, or for "
-            "labels use `gnlin.SoftmaxCrossEntropy()`."
+            f"{_tree.shapes_in_words(outputs)}, but have {given}{remedy}."
         )
 
 

@@ -157,6 +157,12 @@ class SoftmaxCrossEntropy(AbstractLoss):
         (shape,) = (leaf.shape for leaf in leaves)
         if not eqx.is_array_like(targets) or isinstance(targets, float | int):
             raise ValueError("The targets must be one array, of labels or probabilities.")
+        if shape[-1] == 1:
+            raise ValueError(
+                "`gnlin.SoftmaxCrossEntropy` needs an output for each class, but the "
+                "model has one output: for two classes use "
+                "`gnlin.SigmoidCrossEntropy()`, with targets of the outputs' shape."
+            )
         given = targets.shape
         weights = self.class_weights
         if weights is not None and weights.shape != shape[-1:]:
