@@ -1742,3 +1742,64 @@ def test_data_that_single_precision_rounds_away():
         gnlin.curve_fit(scaled, large, y, LINE)
         with pytest.raises(ValueError, match="`y` has a missing value"):
             gnlin.curve_fit(line, x - x[0], np.full(40, np.nan), LINE)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+def test_whole_numbers_of_x_do_not_wrap(kind, in_parts):
+    def curve(p, x):
+        return p["a"] + p["b"] * ((x - 20) ** 12 / 1e15)
+
+    x = np.arange(60)
+    y = 1 + 2e-15 * (x - 20.0) ** 12
+    start = {"a": 0.0, "b": 1.0}
+    fit = gnlin.curve_fit(curve, x.astype(kind), y, start, in_parts=in_parts)
+    np.testing.assert_allclose(values(fit.parameters), [1, 2], rtol=1e-8)
+    np.testing.assert_allclose(fit.band(x.astype(kind)).mean, y, rtol=1e-8)
+
+
+def test_a_cubic_over_thousands_of_channels_in_single_precision():
+    with jax.enable_x64(False):
+        x = np.arange(4096)
+        y = 1 + x / 8192 + 2 * (x / 4096) ** 2 - (x / 4096) ** 3
+        cubic = lambda p, x: p[0] + p[1] * x + p[2] * x**2 + p[3] * x**3
+        fit = gnlin.curve_fit(cubic, x, y, np.zeros(4))
+        expected = [1, 1 / 8192, 2 / 4096**2, -1 / 4096**3]
+        np.testing.assert_allclose(fit.parameters, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "heights",
+    [
+        lambda p, of: p["heights"][of],
+        lambda p, of: jax.nn.one_hot(of, 2, dtype=float) @ p["heights"],
+    ],
+)
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_indices_in_x_stay_whole_numbers(heights, in_parts):
+    def curve(p, x):
+        return heights(p, x["of"]) * jnp.exp(-p["rate"] * (x["t"] - 3))
+
+    of = np.repeat([0, 1], 20).astype(np.int8)
+    t = np.tile(np.arange(20, dtype=np.uint8), 2)
+    y = np.array([2.0, 3.0])[of] * np.exp(-0.2 * (t - 3.0))
+    start = {"heights": np.ones(2), "rate": 0.1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = gnlin.curve_fit(curve, {"of": of, "t": t}, y, start, in_parts=in_parts)
+    np.testing.assert_allclose(fit.parameters["heights"], [2, 3], rtol=1e-8)
+    np.testing.assert_allclose(fit.parameters["rate"], 0.2, rtol=1e-8)
+
+
+def test_a_model_with_whole_numbers_as_x():
+    class Line(eqx.Module):
+        offset: jax.Array
+
+        def __call__(self, p, x):
+            return p["slope"] * (x - self.offset) ** 2
+
+    x = np.arange(40, dtype=np.uint8)
+    y = 0.5 * (x - 25.0) ** 2
+    line = Line(jnp.array(25.0))
+    fit = gnlin.curve_fit(line, x, y, {"slope": 1.0})
+    np.testing.assert_allclose(fit.parameters["slope"], 0.5, rtol=1e-8)

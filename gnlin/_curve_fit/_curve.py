@@ -1,5 +1,7 @@
 """The data set of a fit and the function that is fitted, both flattened to vectors."""
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,6 +56,8 @@ class Curve(eqx.Module):
     of all, with `None` in place of the others."""
 
     f: Callable[[Any, Any], PyTree]
+    # The dtypes of the leaves of x with which `f` is called, known after `on`.
+    dtypes: tuple[np.dtype, ...] | None = eqx.field(static=True, default=None)
 
     def __call__(self, free: PyTree, fixed: PyTree, x: PyTree) -> Float[Array, " m"]:
         with full_precision():
@@ -61,27 +65,58 @@ class Curve(eqx.Module):
 
     def values(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
         """Return what the user's function returns."""
+        if self.dtypes is not None:
+            leaves, structure = jax.tree.flatten(x)
+            leaves = [
+                v if v.dtype == dtype else v.astype(dtype)
+                for v, dtype in zip(leaves, self.dtypes, strict=True)
+            ]
+            x = structure.unflatten(leaves)
         return self.f(eqx.combine(free, fixed), x)
 
     def on(self, free: PyTree, fixed: PyTree, x: PyTree) -> "Curve":
         """Trace the curve for arguments of these shapes, so that functions which compute
         the same share one compilation. A function with leaves, such as a model, does so
-        already, and is returned unchanged."""
-        if not jax.tree_util.all_leaves([self.f]):
-            return self
+        already, and is not traced."""
+        parameters = eqx.combine(free, fixed)
+        is_plain = jax.tree_util.all_leaves([self.f])
+        trace = program_of if is_plain else jax.eval_shape
         with full_precision():
-            return Curve(program_of(self.f, eqx.combine(free, fixed), x))
+            x = _with_floats(functools.partial(trace, self.f, parameters), x)
+            f = program_of(self.f, parameters, x) if is_plain else self.f
+        return Curve(f, tuple(v.dtype for v in jax.tree.leaves(x)))
 
     def shapes(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
         """Return the shapes and types of what the user's function returns."""
         if isinstance(self.f, Program):
             return self.f.outputs
-        return jax.eval_shape(self.f, eqx.combine(free, fixed), x)
+        return jax.eval_shape(self.values, free, fixed, x)
 
     @property
     def has_loops(self) -> bool:
         """Whether the function has loops of its own."""
         return isinstance(self.f, Program) and self.f.traced.has_loops
+
+
+def _with_floats(trace: Callable[[PyTree], Any], x: PyTree) -> PyTree:
+    """Return x, or its shapes and dtypes, with floats in place of whole numbers. Sums and
+    powers of whole numbers wrap: in `uint8`, 3 - 5 is 254. Indices, which `f` cannot read
+    as floats, become the widest whole numbers. `trace` calls `f` with x."""
+    leaves, structure = jax.tree.flatten(x)
+    for k, leaf in enumerate(leaves):
+        if not jnp.issubdtype(leaf.dtype, jnp.integer):
+            continue
+        kinds = [jax.dtypes.canonicalize_dtype(kind) for kind in (float, int)]
+        as_float, leaves[k] = (jax.ShapeDtypeStruct(leaf.shape, d) for d in kinds)
+        tried = structure.unflatten([*leaves[:k], as_float, *leaves[k + 1 :]])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", DeprecationWarning)  # as of `one_hot`
+                trace(tried)
+        except Exception:  # whatever the function raises
+            continue
+        leaves[k] = as_float
+    return structure.unflatten(leaves)
 
 
 def flat(values: PyTree) -> Float[Array, " m"]:

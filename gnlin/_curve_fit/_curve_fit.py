@@ -70,7 +70,7 @@ def curve_fit(
     - `f`: a function `f(parameters, x)` of JAX operations, which returns all of y at
         once. If it is complex, the real and imaginary parts are fitted.
     - `x`: a pytree of arrays, which is passed to `f`. A data frame becomes a dictionary
-        of its columns.
+        of its columns, and whole numbers become floats unless `f` uses them as indices.
     - `y`: the data, of the shape that `f` returns; or `None` if `x` yields parts of the
         data, tuples `(x, y)` or `(x, y, sigma)`. With one more leading axis, `y` is
         several data sets: one program fits them all, and every result has this axis too.
@@ -165,7 +165,8 @@ def curve_fit(
             raise ValueError("A fit in parts takes neither `sigma_x` nor `starts`.")
         program, parts = read_in_parts(curve, x, y, sigma, free, kept)
         check_in_parts(solver, loss, parts)
-        check_rates(loss, lambda: curve(free, kept, as_x(parts.example[0])))
+        few = as_x(parts.example[0])
+        check_rates(loss, lambda: curve.on(free, kept, few)(free, kept, few))
         check_start(box, free)
         setting = FitSettings(
             program, solver, loss, max_steps, kept, absolute_sigma, many=False

@@ -69,7 +69,7 @@ def _check_independence(curve: Curve, free: PyTree, kept: PyTree, x: PyTree) -> 
     size = len(jax.tree.leaves(x)[0])
     if size < 2:
         return
-    f = lambda x: curve.values(free, kept, x)
+    f = lambda x: curve.on(free, kept, x).values(free, kept, x)
     whole = f(x)
     for half in (slice(None, size // 2), slice(size // 2, None)):
         part = f(jax.tree.map(lambda v, half=half: v[half], x))
