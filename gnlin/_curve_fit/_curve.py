@@ -1,7 +1,6 @@
 """The data set of a fit and the function that is fitted, both flattened to vectors."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._canonical import Program, program_of
-from .._common._precision import full_precision
+from .._common._precision import cast, full_precision, with_floats
 from .._common._tree import ravel_pytree
 
 
@@ -65,13 +64,7 @@ class Curve(eqx.Module):
 
     def values(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
         """Return what the user's function returns."""
-        if self.dtypes is not None:
-            leaves, structure = jax.tree.flatten(x)
-            leaves = [
-                v if v.dtype == dtype else v.astype(dtype)
-                for v, dtype in zip(leaves, self.dtypes, strict=True)
-            ]
-            x = structure.unflatten(leaves)
+        x = x if self.dtypes is None else cast(x, self.dtypes)
         return self.f(eqx.combine(free, fixed), x)
 
     def on(self, free: PyTree, fixed: PyTree, x: PyTree) -> "Curve":
@@ -82,9 +75,10 @@ class Curve(eqx.Module):
         is_plain = jax.tree_util.all_leaves([self.f])
         trace = program_of if is_plain else jax.eval_shape
         with full_precision():
-            x = _with_floats(functools.partial(trace, self.f, parameters), x)
+            dtypes = with_floats(functools.partial(trace, self.f, parameters), x)
+            x = jax.eval_shape(functools.partial(cast, dtypes=dtypes), x)
             f = program_of(self.f, parameters, x) if is_plain else self.f
-        return Curve(f, tuple(v.dtype for v in jax.tree.leaves(x)))
+        return Curve(f, dtypes)
 
     def shapes(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
         """Return the shapes and types of what the user's function returns."""
@@ -96,27 +90,6 @@ class Curve(eqx.Module):
     def has_loops(self) -> bool:
         """Whether the function has loops of its own."""
         return isinstance(self.f, Program) and self.f.traced.has_loops
-
-
-def _with_floats(trace: Callable[[PyTree], Any], x: PyTree) -> PyTree:
-    """Return x, or its shapes and dtypes, with floats in place of whole numbers. Sums and
-    powers of whole numbers wrap: in `uint8`, 3 - 5 is 254. Indices, which `f` cannot read
-    as floats, become the widest whole numbers. `trace` calls `f` with x."""
-    leaves, structure = jax.tree.flatten(x)
-    for k, leaf in enumerate(leaves):
-        if not jnp.issubdtype(leaf.dtype, jnp.integer):
-            continue
-        kinds = [jax.dtypes.canonicalize_dtype(kind) for kind in (float, int)]
-        as_float, leaves[k] = (jax.ShapeDtypeStruct(leaf.shape, d) for d in kinds)
-        tried = structure.unflatten([*leaves[:k], as_float, *leaves[k + 1 :]])
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", DeprecationWarning)  # as of `one_hot`
-                trace(tried)
-        except Exception:  # whatever the function raises
-            continue
-        leaves[k] = as_float
-    return structure.unflatten(leaves)
 
 
 def flat(values: PyTree) -> Float[Array, " m"]:
