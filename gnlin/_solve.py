@@ -17,18 +17,13 @@ from ._common._sharding import automatic, choosing, mesh_of, on_mesh, places
 from ._linearisation._bounds import check_start
 from ._linearisation._objective import GroupLosses
 from ._linearisation._retraction import flaw_of
-from ._solver import (
-    AbstractGaussNewton,
-    as_solver,
-    check_divergence,
-    LevenbergMarquardt,
-    result_name,
-    WELL,
-)
+from ._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ._training._data import as_batch, not_finite
+from ._training._divergence import check_divergence
 from ._training._ending import after_full_batch, group_not_finite, in_words, why_it_failed
 from ._training._full_batch import Most, run
 from ._training._group_network import GroupNetwork
+from ._training._messages import result_name, WELL
 from ._training._model import in_single, make_network, Network
 from ._training._prior import Prior
 from ._training._residuals import (

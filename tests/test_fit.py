@@ -38,7 +38,7 @@ from sklearn.datasets import load_digits
 import gnlin
 from gnlin._fit import _run
 from gnlin._linearisation._objective import SumOfSquares
-from gnlin._solver import Watch
+from gnlin._training._divergence import Watch
 
 
 def assert_close(left, right, rtol=1e-9):

@@ -6,8 +6,8 @@ import numpy as np
 import optimistix as optx
 from jax.core import Tracer
 
-from .._solver import result_name, why_it_ended
 from .._training._ending import in_words
+from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
 from ._curve import rounding
 from ._no_maximum import escaping

@@ -14,8 +14,9 @@ from .._common._progress import on_a_terminal
 from .._common._sharding import automatic, mesh_of, on_mesh, places
 from .._linearisation._bounds import check_start
 from .._linearisation._objective import GroupLosses
-from .._solver import AbstractGaussNewton, as_solver, check_divergence, LevenbergMarquardt
+from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from .._training._data import as_tuple
+from .._training._divergence import check_divergence
 from .._training._group_network import GroupNetwork
 from .._training._model import in_single, make_network, Network
 from .._training._prior import Prior

@@ -10,8 +10,8 @@ from jaxtyping import Array, PyTree
 
 from .._common._canonical import join, split
 from .._common._identity import as_numpy
-from .._solver import result_name, WELL
 from .._training._ending import after_batches, group_not_finite, in_words, why_it_failed
+from .._training._messages import result_name, WELL
 from .._training._model import Frozen
 from .._training._solution import COLUMNS, columns_of, History, on_host, Solution
 from .._training._step import Carry, checked_outputs, StepSettings

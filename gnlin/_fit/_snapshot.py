@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from .._common._checks import is_key
 from .._common._identity import as_numpy
-from .._solver import result_name, RESULT_NAMES
+from .._training._messages import result_name, RESULT_NAMES
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, Fault
 

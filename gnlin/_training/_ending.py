@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from .._solver import LAST_FINITE, result_name, why_it_ended
+from ._messages import LAST_FINITE, result_name, why_it_ended
 from ._solution import losses_by_group
 from ._step import Carry, StepSettings
 

@@ -10,7 +10,7 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import PyTree
 
-from .._solver import result_name
+from ._messages import result_name
 
 
 Model = TypeVar("Model")

@@ -20,8 +20,9 @@ from .._linearisation._objective import (
     GroupLosses,
     objective_of,
 )
-from .._solver import AbstractGaussNewton, print_row, State, Watch
+from .._solver import AbstractGaussNewton, print_row, State
 from ..losses import AbstractLoss
+from ._divergence import Watch
 from ._group_network import GroupNetwork
 from ._model import Network
 from ._prior import Prior
