@@ -1,5 +1,6 @@
 """Truncated Gauss-Newton: conjugate gradients, stopped early."""
 
+import dataclasses
 from typing import Literal
 
 import equinox as eqx
@@ -20,10 +21,9 @@ from .._common._checks import (
     nan_unless,
     nonnegative,
 )
-from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._quadratic import Quadratic
-from .._subproblem import AbstractIteration, by_products, problem_of, ProxLinear
+from .._linearisation._objective import AbstractObjective
+from .._subproblem import AbstractIteration, by_products, problem_of
 from ..preconditioners import AbstractPreconditioner
 from ._schedules import EisenstatWalker, Schedule, value_at
 from ._state import Update
@@ -119,43 +119,34 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         damping = value_at(self.damping, num_steps, nonnegative)
-        problem = problem_of(self.form, objective, lin)
-        subproblem, passes = self._prepared(problem)
+        subproblem = self._subproblem(objective, lin)
         norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
         tolerance = self._tolerance(memory, norm, num_steps)
         damping = nan_unless(~jnp.isnan(tolerance), damping)
-        start = None
-        if memory.step is not None:
-            start = _tree.scale(self.warm_start, memory.step)
-        answer = subproblem.to_tolerance(tolerance, damping, self.max_inner_steps, start)
-        answer = eqx.tree_at(lambda a: a.passes, answer, answer.passes + passes)
+        settings = tolerance, damping, self.max_inner_steps
+        start, last = None, memory.step
+        if last is not None:
+            start = _tree.scale(self.warm_start, last)
+        answer = subproblem.to_tolerance(*settings, start)
 
         def again(lin: Linearisation) -> PyTree[Array]:
-            problem = problem_of(self.form, objective, lin)
-            subproblem, _ = self._prepared(problem)
-            return subproblem.to_tolerance(tolerance, damping, self.max_inner_steps).step
+            return self._subproblem(objective, lin).to_tolerance(*settings).step
 
         given = objective, lin, evaluate, subproblem, answer
-        update = take_step(
-            *given,
-            search=self.search,
-            memory=_Memory(tolerance, norm, None),
-            damping=damping,
-            again=again,
-        )
-        if memory.step is None:
-            return update
-        memory = _Memory(tolerance, norm, step_taken(update, lin))
-        return eqx.tree_at(lambda u: u.memory, update, memory)
+        update = take_step(*given, search=self.search, damping=damping, again=again)
+        step = None if last is None else step_taken(update, lin)
+        return dataclasses.replace(update, memory=_Memory(tolerance, norm, step))
 
-    def _prepared(
-        self, problem: Quadratic | ProxLinear
-    ) -> tuple[AbstractIteration, Passes]:
-        """Return the subproblem of a problem, and the passes that it took."""
-        cost, passes = problem.jacobian.cost(), Passes()
+    def _subproblem(
+        self, objective: AbstractObjective, lin: Linearisation
+    ) -> AbstractIteration:
+        problem = problem_of(self.form, objective, lin)
+        cost = problem.jacobian.cost()
         if self.method == "dense" or (self.method == "auto" and cost.is_cheaper_at_hand):
-            passes, problem = cost.rows, problem.at_hand()
-        return by_products(problem, self.preconditioner), passes
+            subproblem = by_products(problem.at_hand(), self.preconditioner)
+            passes = subproblem.passes + cost.rows
+            return eqx.tree_at(lambda s: s.passes, subproblem, passes)
+        return by_products(problem, self.preconditioner)
 
     def _tolerance(
         self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]
