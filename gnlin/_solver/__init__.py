@@ -1,7 +1,6 @@
 """The solvers share one loop, and differ in how far they solve a linearised problem."""
 
 from ._adaptive_linearisation import AdaptiveLinearisation as AdaptiveLinearisation
-from ._as_solver import as_solver as as_solver
 from ._base import AbstractGaussNewton as AbstractGaussNewton
 from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
 from ._gauss_newton import (
@@ -9,7 +8,10 @@ from ._gauss_newton import (
     GaussNewton as GaussNewton,
 )
 from ._grid_search import GridSearch as GridSearch
-from ._iterative_linearisation import IterativeLinearisation as IterativeLinearisation
+from ._iterative_linearisation import (
+    as_solver as as_solver,
+    IterativeLinearisation as IterativeLinearisation,
+)
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
 from ._state import State as State, Update as Update
 from ._stepping import (

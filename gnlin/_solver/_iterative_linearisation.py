@@ -30,7 +30,6 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
 from .._subproblem import (
     AbstractWay,
-    Answer,
     by_products,
     check_form,
     check_method,
@@ -236,28 +235,17 @@ class IterativeLinearisation(AbstractGaussNewton):
         over = jnp.isinf(period) & (update.result == optx.RESULTS.successful)
         solved = jax.lax.cond(
             over,
-            lambda: self._is_solved(objective, lin, subproblem, answer),
+            lambda: self._is_solved(subproblem, answer.step),
             lambda: jnp.array(True),
         )
         result = optx.RESULTS.where(solved, update.result, STANDS_STILL)
         return eqx.tree_at(lambda u: (u.terminate, u.result), update, (over, result))
 
-    def _is_solved(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        subproblem: AbstractWay,
-        answer: Answer,
-    ) -> Bool[Array, ""]:
+    def _is_solved(self, subproblem: AbstractWay, step: PyTree[Array]) -> Bool[Array, ""]:
         """Whether the linearised problem's gradient has become almost zero."""
-        change = lin.jvp(answer.step)
-        if isinstance(subproblem.problem, ProxLinear):
-            cotangent = objective.gradient(_tree.axpy(1, change, lin.outputs))
-        else:
-            curved = objective.curvature(lin.outputs)(change)
-            cotangent = _tree.axpy(1, curved, objective.gradient(lin.outputs))
-        gradient = _tree.axpy(self.damping, answer.step, lin.vjp(cotangent))
-        eps = _tree.eps((lin.point, lin.outputs))
+        problem = by_products(subproblem.problem).in_space()
+        gradient = problem.gradient(step, self.damping)
+        eps = _tree.eps((problem.space.zero(), problem.outputs))
         return _tree.norm(gradient) <= eps ** (1 / 3) * subproblem.gradient_norm
 
     def subproblem(
@@ -334,7 +322,7 @@ class IterativeLinearisation(AbstractGaussNewton):
 
 
 def _check_optimiser(optimiser, momentum, nesterov, method) -> None:
-    if not (hasattr(optimiser, "init") and hasattr(optimiser, "update")):
+    if not _is_optimiser(optimiser):
         raise ValueError(
             "`optimiser` must be one of optax's, such as `optax.adam(1e-3)`, but "
             f"{optimiser!r} was given."
@@ -349,3 +337,25 @@ def _check_optimiser(optimiser, momentum, nesterov, method) -> None:
             'With an `optimiser` the `method` must be "auto" or "matrix-free", but '
             f"{method!r} was given."
         )
+
+
+def _is_optimiser(x: Any) -> bool:
+    """Whether an object is an optax optimiser. Solvers of optimistix have `init`, too,
+    but `step` in place of `update`."""
+    return not isinstance(x, type) and hasattr(x, "init") and hasattr(x, "update")
+
+
+def as_solver(solver: Any) -> AbstractGaussNewton:
+    """Return a solver as it is, and an optax optimiser as iterative linearisation with a
+    period of 1."""
+    if isinstance(solver, AbstractGaussNewton):
+        return solver
+    if _is_optimiser(solver):
+        return IterativeLinearisation(1, optimiser=solver, restart=False)
+    named = getattr(solver, "__name__", None)
+    given = f"a {type(solver).__name__}" if named is None else f"`{named}`"
+    raise ValueError(
+        "`solver` must be one of gnlin's, such as `gnlin.LevenbergMarquardt()`, or an "
+        f"optax optimiser, but {given} was given; with other least-squares solvers use "
+        "`optimistix.least_squares`."
+    )
