@@ -20,7 +20,7 @@ from .._jacobian import Cost
 from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import AbstractWay, Answer, price_of_squaring
+from ._base import AbstractMethod, AbstractWay, Answer, price_of_squaring
 
 
 # A Jacobian of up to this many bytes is put in memory, for the gradient of `OnParameters`
@@ -57,14 +57,6 @@ class Factorised(eqx.Module):
         return jnp.where(self.finite, solution.value, jnp.nan), result
 
 
-def solve_damped(
-    matrix: Float[Array, "n n"], vector: Float[Array, " n"], damping: ScalarLike
-) -> tuple[Float[Array, " n"], optx.RESULTS]:
-    """Return `(matrix + lambda I)^-1 vector`."""
-    matrix, vector = _tree.promoted((matrix, vector))
-    return Factorised.of(matrix, damping).solve(vector)
-
-
 class AbstractFactorised(AbstractWay):
     """A way that factorises a matrix for each filter.
 
@@ -79,48 +71,28 @@ class AbstractFactorised(AbstractWay):
         """Return the factorisation for a filter."""
 
     def factorised(self, filter: Filter) -> "AbstractFactorised":
-        return self._with(self._made(filter))
+        is_none = lambda x: x is None
+        made = self._made(filter)
+        return eqx.tree_at(lambda w: w.factor, self, made, is_leaf=is_none)
 
     def factor_for(self, filter: Filter) -> Factorised:
         """Return the factorisation made in advance, or else one for this filter."""
         return self._made(filter) if self.factor is None else self.factor
 
-    def _with(self, factor: Factorised | None) -> "AbstractFactorised":
-        is_none = lambda x: x is None
-        return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
-
 
 class AbstractByCholesky(AbstractFactorised):
     """A way that factorises a damped matrix.
 
-    - `matrix`: the matrix without the damping.
+    - `matrix`: the matrix without the damping, in the precision of the right-hand sides.
     """
 
-    problem: Quadratic
     matrix: Float[Array, "n n"]
-    passes: Passes
-    gradient_norm: Scalar
-
-    def __init__(self, problem: Quadratic, matrix: Float[Array, "n n"], passes: Passes):
-        self.problem = problem
-        self.matrix = matrix
-        self.passes = passes
-        self.factor = None
-
-    @abc.abstractmethod
-    def vectors(self) -> PyTree[Array]:
-        """Return right-hand sides, which determine the dtype of the factorisation."""
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(jnp.diagonal(self.matrix))
 
-    def with_residual(self, residual: PyTree[Array]) -> "AbstractFactorised":
-        problem = self.problem.with_residual(residual)
-        return type(self)(problem, self.matrix, Passes())._with(self.factor)
-
     def _made(self, filter: Filter) -> Factorised:
-        wide = self.matrix.astype(_tree.dtype((self.matrix, self.vectors())))
-        return Factorised.of(wide, self.damping_of(filter))
+        return Factorised.of(self.matrix, self.damping_of(filter))
 
 
 class OnOutputs(AbstractByCholesky):
@@ -128,12 +100,24 @@ class OnOutputs(AbstractByCholesky):
     factorisation; see `through_outputs`."""
 
     method: ClassVar[str] = "kernel"
+    problem: Quadratic
     pushed: Float[Array, " m"] | None  # phi g_0
+    passes: Passes
+    gradient_norm: Scalar
 
-    def __init__(self, problem: Quadratic, matrix: Float[Array, "m m"], passes: Passes):
-        super().__init__(problem, matrix, passes)
+    def __init__(
+        self,
+        problem: Quadratic,
+        matrix: Float[Array, "m m"],
+        passes: Passes,
+        factor: Factorised | None = None,
+    ):
+        self.problem = problem
+        self.matrix = matrix.astype(_tree.dtype((matrix, problem.residual)))
+        self.factor = factor
         if problem.rest is None:
             self.pushed = None
+            self.passes = passes
             self.gradient_norm = _norm_by(matrix, problem.flat_residual())
         else:
             self.pushed = problem.jacobian.push_forward(problem.rest)
@@ -162,8 +146,9 @@ class OnOutputs(AbstractByCholesky):
         along = _tree.dot(pushed, pushed)
         return with_derivative_of(Quadratic.curvature_along_gradient, along, self.problem)
 
-    def vectors(self) -> PyTree[Array]:
-        return self.problem.residual
+    def with_residual(self, residual: PyTree[Array]) -> "OnOutputs":
+        problem = self.problem.with_residual(residual)
+        return OnOutputs(problem, self.matrix, Passes(), self.factor)
 
     def solve(self, filter: Filter) -> Answer:
         damping = self.damping_of(filter)
@@ -215,18 +200,16 @@ def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scala
     return unit * jnp.sqrt(size) * jnp.sqrt(jnp.where(squared < 0, 0, squared))
 
 
-class OnParameters(AbstractByCholesky):
+class OnParameters(AbstractMethod, AbstractByCholesky):
     r"""The step $-(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$ by a Cholesky
     factorisation."""
 
     method: ClassVar[str] = "curvature"
-    flat_gradient: Float[Array, " p"]
 
     def __init__(self, problem: Quadratic, matrix: Float[Array, "p p"], passes: Passes):
-        super().__init__(problem, matrix, passes)
-        self.flat_gradient, _ = ravel_pytree(problem.gradient())
-        self.gradient_norm = _tree.norm(self.flat_gradient)
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
+        super().__init__(problem, passes)
+        self.matrix = matrix.astype(_tree.dtype((matrix, self._gradient)))
+        self.factor = None
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
@@ -244,17 +227,11 @@ class OnParameters(AbstractByCholesky):
             problem = problem.at_hand()
         return cls(problem, problem.jacobian.curvature(), cost.rows)
 
-    def gradient(self) -> PyTree[Array]:
-        return self.problem.jacobian.domain.unravel(self.flat_gradient)
-
     def curvature_along_gradient(self) -> Scalar:
-        g = _tree.direction(self.flat_gradient, self.gradient_norm)
+        g, _ = ravel_pytree(_tree.direction(self._gradient, self.gradient_norm))
         return matmul(g, matmul(self.matrix, g))
 
-    def vectors(self) -> PyTree[Array]:
-        return self.flat_gradient
-
     def solve(self, filter: Filter) -> Answer:
-        factor = self.factor_for(filter)
-        step, result = factor.solve(self.flat_gradient)
+        gradient, _ = ravel_pytree(self._gradient)
+        step, result = self.factor_for(filter).solve(gradient)
         return Answer(self.problem.jacobian.domain.unravel(-step), result=result)

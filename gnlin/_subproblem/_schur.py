@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Scalar
 
+from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_sharded
@@ -20,7 +21,7 @@ from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
 from ._base import AbstractMethod, Answer, price_of_squaring
-from ._cholesky import solve_damped
+from ._cholesky import Factorised
 from ._sparse import parts_of
 
 
@@ -153,7 +154,8 @@ class SchurComplement(AbstractMethod):
         half = einsum("kij,kj->ki", inverse, g_2)
         right = halved.onto(curvature.shapes, half[curvature.read]) - g_1
         complement = curvature.kept - curvature.summed_products(halved)
-        delta_1, result = solve_damped(complement, right, damping)
+        complement, right = _tree.promoted((complement, right))
+        delta_1, result = Factorised.of(complement, damping).solve(right)
         pulled = halved.by(curvature.shapes, delta_1)
         pulled = jnp.zeros_like(half).at[curvature.read].add(pulled)
         delta_2 = -einsum("kji,kj->ki", inverse, half + pulled)
