@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Int, PyTree, ScalarLike
+from jaxtyping import Array, Int, PyTree
 
 from .._common import _tree
 from .._common._checks import as_float
@@ -44,10 +44,6 @@ def optimiser_of(solver: "IterativeLinearisation") -> Any:
     return Momentum(solver.learning_rate, solver.momentum, solver.nesterov)
 
 
-def _is_one(period: ScalarLike) -> bool:
-    return isinstance(period, int | float) and period == 1
-
-
 def inner_step(
     solver: "IterativeLinearisation",
     objective: AbstractObjective,
@@ -63,7 +59,7 @@ def inner_step(
     stream: Stream = state.memory
     # One forward, one tangent and one transposed pass; no tangent pass if K = 1.
     lin, aux = linearised(fn, stream.point, args, has_aux, solver.memory_budget)
-    if _is_one(solver.period):
+    if isinstance(solver.period, int | float) and solver.period == 1:
         outputs, passes = lin.outputs, Passes(vjps=1)
         gradient = lin.vjp(objective.gradient(outputs))
     else:

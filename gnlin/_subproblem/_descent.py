@@ -11,7 +11,7 @@ from .._common import _tree
 from .._common._checks import as_float, forwards_only, is_zero
 from ..filters import Nesterov
 from ._base import Descent
-from ._spaces import AbstractSpace, Linearised
+from ._spaces import Linearised
 
 
 class Momentum(eqx.Module):
@@ -51,12 +51,6 @@ class Descended(NamedTuple):
     velocity: PyTree[Array] | None  # None without momentum
     num_steps: Scalar  # a float, because it may exceed 2^31
     diverged: Bool[Array, ""]
-
-
-def at_rest(space: AbstractSpace, filter: Descent) -> Descended:
-    """Return the state before the first step, at the linearisation point."""
-    zero, count = space.zero(), jnp.zeros((), float)
-    return Descended(zero, Momentum.of(filter).init(zero), count, jnp.array(False))
 
 
 def descend(

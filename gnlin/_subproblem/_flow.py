@@ -155,16 +155,6 @@ def _chebyshev(
     w1 = jnp.sinh(angle) * root**2
     w1 = w1 / (jnp.cosh(angle) * stages * root - w0 * jnp.sinh(angle))
 
-    def combine(a, x, b, y, c, w, d, u, e, v):
-        return jax.tree.map(
-            lambda x, y, w, u, v: (a * x + b * y + c * w + d * u + e * v).astype(x.dtype),
-            x,
-            y,
-            w,
-            u,
-            v,
-        )
-
     b1 = 1 / (2 * w0) ** 2  # b_0 = b_1 = b_2 = T_2'' / T_2'^2 = 4 / (4 w0)^2
     first = b1 * w1
     y1 = _tree.axpy(first * h, velocity, z)
@@ -182,9 +172,12 @@ def _chebyshev(
         nu = -b / b_0
         mu_h = 2 * w1 * b / b_1 * h
         gamma_h = -mu_h * (1 - t1 * b_1)
-        y = combine(
-            1 - mu - nu, z, mu, y_1, nu, y_0, mu_h, velocity_at(y_1), gamma_h, velocity
-        )
+
+        def next_stage(z, y_1, y_0, v_1, v):
+            y = (1 - mu - nu) * z + mu * y_1 + nu * y_0 + mu_h * v_1 + gamma_h * v
+            return y.astype(z.dtype)
+
+        y = jax.tree.map(next_stage, z, y_1, y_0, velocity_at(y_1), velocity)
         return (t, d, e, b, y), (t1, d1, e1, b_1, y_1)
 
     (*_, y), _ = jax.lax.fori_loop(2, s + 1, stage, start)

@@ -19,7 +19,7 @@ from ._base import AbstractMethod, Answer
 
 # Solvers of square systems, which are given the normal equations.
 _SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
-# Solvers that factorise a matrix.
+# Solvers that factorise a matrix, and do not multiply by an operator.
 _DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
 
 
@@ -46,9 +46,10 @@ class ByLineax(AbstractMethod):
 
     @classmethod
     def of(cls, problem, cost: Cost, solver: lx.AbstractLinearSolver) -> "ByLineax":
-        if not _takes_matrix(solver):
-            return cls(problem, solver, Passes())
-        return cls(problem.at_hand(), solver, cost.rows)
+        inner = solver.inner_solver if isinstance(solver, lx.Normal) else solver
+        if isinstance(inner, _DIRECT):
+            return cls(problem.at_hand(), solver, cost.rows)
+        return cls(problem, solver, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         jacobian, minus_r = self.problem.jacobian, _tree.scale(-1, self.problem.residual)
@@ -71,12 +72,6 @@ class ByLineax(AbstractMethod):
             self.problem.jacobian.a_product() * num_steps,
             result=optx.RESULTS.promote(solution.result),
         )
-
-
-def _takes_matrix(solver: Any) -> bool:
-    """Whether a solver factorises a matrix rather than multiplying by an operator."""
-    inner = solver.inner_solver if isinstance(solver, lx.Normal) else solver
-    return isinstance(inner, _DIRECT)
 
 
 class _Damped(lx.AbstractLinearOperator):

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -137,12 +136,6 @@ class MatrixFree(AbstractIteration):
         answer = Answer(solution.value, solution.stats["num_steps"], passes)
         return answer, solution.result == lx.RESULTS.successful
 
-    def pulled(self, towards: PyTree[Array]) -> "MatrixFree":
-        """Return the subproblem with a damping that pulls towards a step."""
-        return eqx.tree_at(
-            lambda s: s.towards, self, towards, is_leaf=lambda x: x is None
-        )
-
     def _reachable_gradient(self, damping: ScalarLike) -> PyTree[Array]:
         r"""Return the gradient, and without damping only its part in the range of
         $\phi^\top$, for which there is a solution: the rest is then projected to
@@ -188,8 +181,5 @@ class MatrixFree(AbstractIteration):
 
 def _with_random_signs(outputs: PyTree[Array]) -> PyTree[Array]:
     generator = np.random.default_rng(0)  # the same signs in every program
-
-    def with_signs(x):
-        return x * jnp.asarray(generator.choice([-1.0, 1.0], x.shape), x.dtype)
-
-    return jax.tree.map(with_signs, outputs)
+    signs = lambda x: jnp.asarray(generator.choice([-1.0, 1.0], x.shape), x.dtype)
+    return jax.tree.map(lambda x: x * signs(x), outputs)

@@ -72,16 +72,13 @@ class MixedPrecision(eqx.Module):
         self.kernel_dtype = name
         self.tolerance = tolerance
 
-    def aim(self, dtype: jnp.dtype) -> float:
-        """Return the relative linear residual at which refinement stops."""
-        least = float(jnp.finfo(dtype).eps) ** (3 / 4)
-        return max(1e-10, least) if self.tolerance is None else self.tolerance
-
-    def worst(self, dtype: jnp.dtype) -> float:
-        """Return the largest relative linear residual that is accepted if rounding stops
-        refinement early."""
-        accepted = float(jnp.finfo(dtype).eps) ** (1 / 2)
-        return accepted if self.tolerance is None else self.tolerance
+    def tolerances(self, dtype: jnp.dtype) -> tuple[float, float]:
+        """Return the relative linear residual at which refinement stops, and the largest
+        one that is accepted if rounding stops it earlier."""
+        if self.tolerance is not None:
+            return self.tolerance, self.tolerance
+        eps = float(jnp.finfo(dtype).eps)
+        return max(1e-10, eps ** (3 / 4)), eps ** (1 / 2)
 
 
 class Refined(AbstractMethod):
@@ -131,7 +128,7 @@ class Refined(AbstractMethod):
 
     def _solve(self, vector, damping, pushed) -> Solved:
         dtype = vector.dtype
-        tolerance, worst = self.precision.aim(dtype), self.precision.worst(dtype)
+        tolerance, worst = self.precision.tolerances(dtype)
         if pushed is not None:
             # In the step, most of the part that is divided by lambda cancels, and so a
             # smaller tolerance is needed.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
@@ -31,8 +32,8 @@ def pulled(
     if not issubclass(way, MatrixFree):
         return WithMomentum(problem, towards, ready)
     subproblem = ready(problem)
-    assert isinstance(subproblem, MatrixFree)
-    return subproblem.pulled(towards)
+    is_none = lambda x: x is None
+    return eqx.tree_at(lambda s: s.towards, subproblem, towards, is_leaf=is_none)
 
 
 class WithMomentum(AbstractWrapper):

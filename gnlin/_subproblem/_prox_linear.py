@@ -19,7 +19,7 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow
 from ._base import Answer, Descent, num_steps_of, undamped, vanishes
-from ._descent import at_rest, descend, Descended
+from ._descent import descend, Descended, Momentum
 from ._flow import flow
 from ._iteration import AbstractIteration
 from ._newton import minimise
@@ -132,7 +132,9 @@ class OnSpace(AbstractIteration):
         problem = problem._replace(first=problem.first_gradient())
         loss = objective.value(outputs)
         rounding = jnp.finfo(loss.dtype).eps ** 0.5 * jnp.abs(loss)
-        start = at_rest(problem.space, filter)
+        zero, count = problem.space.zero(), jnp.zeros((), float)
+        at_rest = Momentum.of(filter).init(zero)
+        start = Descended(zero, at_rest, count, jnp.array(False))
         return jax.lax.scan(further, start, amounts)[1]
 
 
