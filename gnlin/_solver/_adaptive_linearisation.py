@@ -14,7 +14,7 @@ from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
 from ._base import AbstractGaussNewton
 from ._iterative_linearisation import IterativeLinearisation
-from ._state import State, Update
+from ._state import Evaluate, State, Update
 from ._stepping import take_step
 from ._termination import rounding_of_loss
 
@@ -65,9 +65,9 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     """
 
     descent: IterativeLinearisation
-    max_drift: ScalarLike | None = eqx.field(default=None, converter=as_scalar)
-    min_ratio: ScalarLike | None = eqx.field(default=0.25, converter=as_scalar)
-    check_every: int = 10
+    max_drift: ScalarLike | None = eqx.field(converter=as_scalar)
+    min_ratio: ScalarLike | None = eqx.field(converter=as_scalar)
+    check_every: int
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class AdaptiveLinearisation(AbstractGaussNewton):
             )
         longest = _longest(descent.period)
         subproblem = descent.subproblem(objective, lin, longest, _TRIALS)
-        trusted_at = self._trust(objective, lin, num_steps, may_rise=False)
+        trusted_at = self._trust(objective, lin, evaluate, num_steps, may_rise=False)
 
         def trusted(period: Scalar) -> Bool[Array, ""]:
             answer = subproblem.solve(descent.filter(period))
             linearised = _tree.axpy(1, lin.jvp(answer.step), lin.outputs)
             solved = answer.result == optx.RESULTS.successful
             candidate = lin.moved(answer.step)
-            return solved & trusted_at(evaluate, candidate, linearised)
+            return solved & trusted_at(candidate, linearised)
 
         def attempt(search: _Search) -> _Search:
             good = trusted(search.period)
@@ -158,6 +158,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         self,
         objective: AbstractObjective,
         lin: Linearisation,
+        evaluate: Evaluate,
         seed: Int[Array, ""],
         *,
         may_rise: bool,
@@ -171,7 +172,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         probe = unravel(jax.random.normal(key, flat.shape, flat.dtype))
         before = probe if self.max_drift is None else lin.jvp(lin.vjp(probe))
 
-        def trusted(evaluate, y, linearised) -> Bool[Array, ""]:
+        def trusted(y, linearised) -> Bool[Array, ""]:
             good = jnp.array(True)
             if self.max_drift is None:
                 outputs = evaluate(y)
@@ -215,8 +216,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
         def triggered(lin, outputs, num_steps):
             def look():
-                trusted_at = self._trust(objective, lin, num_steps, may_rise=True)
-                return ~trusted_at(evaluate, y, outputs)
+                given = objective, lin, evaluate, num_steps
+                return ~self._trust(*given, may_rise=True)(y, outputs)
 
             due = num_steps % self.check_every == 0
             return jax.lax.cond(due, look, lambda: jnp.array(False))
