@@ -1,6 +1,7 @@
 """Levenberg-Marquardt: the damping adapts to how well the linearisation predicts."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,6 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import as_scalar, check_finite_positive, check_flag, check_fraction
-from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
@@ -32,6 +32,7 @@ from .._subproblem import (
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton
+from ._between_bounds import between_bounds
 from ._detour import Detour
 from ._on_a_batch import MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
@@ -231,34 +232,37 @@ class LevenbergMarquardt(AbstractGaussNewton):
         acceleration = self.acceleration
         if acceleration is None:
             acceleration = self.form == "quadratic" and not way.residuals_are_dear
-        rows, as_tree = Passes(), lambda parameters: parameters
+        as_tree = lambda parameters: parameters
         if scaling != "identity":
-            rows = cost.rows
             if scaling == "more":
                 lin = lin.materialise()
             else:
                 lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
-        measured = Measured.of(problem, scaling, memory.scale)
+        # The Jacobian is in memory now, but it has taken these passes.
+        measured = Measured.of(problem, scaling, memory.scale)._replace(passes=cost.rows)
         problem = measured.problem
         subproblem = measured.chosen(problem, kind, rule.num_trials, method)
         memory = dataclasses.replace(memory, scale=measured.memory(scaling))
         if way.stops_early:
             memory, subproblem = self._truncated(objective, subproblem, memory)
 
-        def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
-            problem = problem_of(self.form, objective, lin)
-            # One damping on each face does not pay for a factorisation in two stages.
-            once = measured.chosen(problem, Tikhonov(kind.damping), 1, method)
-            return once.solve(InexactTikhonov(damping)).step
-
         inverse = None
         if lin.box is not None and scaling != "identity" and p <= _MOST_WIDE * m:
             inverse = measured.inverse()
+
+        def bounded(step: PyTree[Array], damping: Scalar) -> tuple[PyTree[Array], Scalar]:
+            def again(lin: Linearisation) -> PyTree[Array]:
+                problem = problem_of(self.form, objective, lin)
+                # One damping on each face does not pay for a factorisation in two stages.
+                once = measured.chosen(problem, Tikhonov(kind.damping), 1, method)
+                return once.solve(InexactTikhonov(damping)).step
+
+            of_damping = None if inverse is None else functools.partial(inverse, damping)
+            return between_bounds(objective, lin, step, again, of_damping)
+
         in_memory = problem if scaling != "identity" else None
         assert not isinstance(in_memory, ProxLinear)
-        finite = jnp.isfinite(subproblem.gradient_norm)
-        finite &= jnp.isfinite(objective.value(lin.outputs))
         return Trials(
             objective,
             lin,
@@ -267,12 +271,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             rule,
             memory,
             acceleration,
-            again,
-            inverse,
+            None if lin.box is None else bounded,
             in_memory,
-            finite,
             as_tree,
-            rows,
             memory.detour if rule.detours else None,
         )
 
@@ -310,7 +311,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             step_norm=_tree.norm(step),
             damping=tried.damping,
             num_inner_steps=tried.num_inner_steps,
-            passes=trials.rows + subproblem.passes + tried.passes,
+            passes=subproblem.passes + tried.passes,
             num_accepted=jnp.where(found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(found, 1, 0),
             left=as_tree(tried.step),

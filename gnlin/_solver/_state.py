@@ -49,15 +49,11 @@ class Counts(eqx.Module):
 
     def plus(self, *more: ScalarLike) -> "Counts":
         """Return the counts increased by one number each, in their order."""
-        return Counts(*map(increased, jax.tree.leaves(self), more))
+        pairs = zip(jax.tree.leaves(self), more, strict=True)
+        return Counts(*(count + jnp.asarray(each, count.dtype) for count, each in pairs))
 
     def by_name(self) -> dict[str, Array]:
         return {name: getattr(self, name) for name in Counts.__dataclass_fields__}
-
-
-def increased(count: Array, *more: ScalarLike) -> Array:
-    """Return the sum of a count and further numbers, in the dtype of the count."""
-    return sum((jnp.asarray(each, count.dtype) for each in more), count)
 
 
 class State(eqx.Module):
@@ -215,11 +211,8 @@ def carried(what: str, found: PyTree, source: str, expected: PyTree) -> PyTree:
 
 def _in_precision(x: Any, like: Any) -> Any:
     """Convert a floating-point number to the precision of another one."""
-    both = eqx.is_array_like(x) and eqx.is_array_like(like)
-    if not both or not (_is_floating(x) and _is_floating(like)):
-        return x
+    for each in (x, like):
+        is_number = eqx.is_array_like(each)
+        if not is_number or not jnp.issubdtype(jnp.result_type(each), jnp.floating):
+            return x
     return jnp.asarray(x, jnp.result_type(like))
-
-
-def _is_floating(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

@@ -198,7 +198,7 @@ class _Now(NamedTuple):
 
 
 def _proposed(trials: Trials, tried: TrialOutcome) -> _Trial:
-    proposal = trials.proposed(tried, trials.known())
+    proposal = trials.proposed(tried)
     return _Trial(tried, proposal, trials.as_tree(trials.lin.moved(proposal.step)))
 
 
@@ -222,8 +222,7 @@ def _step(
     """Judge a trial, with the expansion `there`, and propose the next step."""
     lin, trials = _trials(solver, y, here, state)
     last, proposal, _ = trial
-    known = trials.known()
-    judged, takes = trials.judged(last, proposal, there.outputs(), known)
+    judged, takes = trials.judged(last, proposal, there.outputs())
     tried = _tree.where(is_first, trials.begun(), judged)
     trial = _proposed(trials, tried)
     left = _tree.where(is_first, trial.proposal.step, tried.step)

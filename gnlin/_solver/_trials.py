@@ -1,6 +1,6 @@
 """Try several dampings at one linearisation."""
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,11 +15,10 @@ from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
-from .._subproblem import AbstractSubproblem, InexactTikhonov
+from .._subproblem import AbstractSubproblem, Answer, InexactTikhonov
 from ..damping import AbstractDamping, Trial
-from ._between_bounds import between_bounds
 from ._detour import Detour
-from ._state import carried, Evaluate, increased
+from ._state import carried, Evaluate
 from ._termination import rounding_of_loss, rounding_of_outputs
 
 
@@ -76,19 +75,39 @@ class Proposal(eqx.Module):
     passes: Passes
 
 
-class Trials(NamedTuple):
+class _Known(NamedTuple):
+    """Numbers that all trials at a linearisation share.
+
+    - `attainable`: the predicted decrease of the undamped step.
+    - `least_damping`, `largest_damping`: the limits of the dampings.
+    - `point_size`: the length of the point in the damped variables.
+    - `rounding`: the rounding of the loss.
+    - `least_second`: the rounding of the second derivative along a step.
+    - `loss`: the loss here.
+    - `before`: the same, or where a detour left.
+    """
+
+    attainable: Scalar
+    least_damping: Scalar
+    largest_damping: Scalar
+    point_size: Scalar
+    rounding: Scalar
+    least_second: Scalar
+    loss: Scalar
+    before: Scalar
+
+
+@dataclasses.dataclass
+class Trials:
     """The dampings of a rule at one linearisation, tried with one factorisation.
 
     - `evaluate`: a function that returns the outputs at another point.
     - `memory`: the solver's memory, with the `state` of the rule.
     - `acceleration`: whether to add the second-order correction.
-    - `again`: a function that solves another linearisation with a damping, for its step.
-    - `inverse`: a function that returns the inverse of the damped curvature, for steps
-        between bounds. Without it they solve the problem again.
+    - `bounded`: a function that keeps a step, solved with a damping, between the bounds.
+        It returns the step and its predicted decrease. `None` without bounds.
     - `problem`: the linearised problem, if its Jacobian is in memory.
-    - `is_finite`: whether the linearisation is finite. If not, nothing is tried.
     - `as_tree`: a function that unravels the parameters of `lin`.
-    - `rows`: the passes that forming the Jacobian took.
     - `detour`: where a detour left, if the linearisation may be on one.
     """
 
@@ -99,26 +118,18 @@ class Trials(NamedTuple):
     rule: AbstractDamping
     memory: Any
     acceleration: bool
-    again: Callable[[Linearisation, Scalar], PyTree[Array]]
-    inverse: Callable[[Scalar], Float[Array, "p p"]] | None
+    bounded: Callable[[PyTree[Array], Scalar], tuple[PyTree[Array], Scalar]] | None
     problem: Quadratic | None
-    is_finite: Bool[Array, ""]
     as_tree: Callable[[PyTree[Array]], PyTree[Array]]
-    rows: Passes
     detour: Detour | None
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return _tree.dtype((self.lin.point, self.lin.outputs))
+    def __post_init__(self):
+        self.dtype = _tree.dtype((self.lin.point, self.lin.outputs))
+        self.eps = _tree.eps((self.lin.point, self.lin.outputs))
+        self.known = self._known()
 
-    @property
-    def eps(self) -> float:
-        return _tree.eps((self.lin.point, self.lin.outputs))
-
-    def known(self) -> "_Known":
-        """Return the numbers that all trials here share."""
+    def _known(self) -> _Known:
         lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
-        eps = self.eps
         largest = subproblem.largest_curvature().astype(dtype)
         # A smaller damping has no effect, and a larger one allows no step.
         unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
@@ -137,13 +148,19 @@ class Trials(NamedTuple):
         return _Known(
             subproblem.attainable_decrease(least).astype(dtype),
             least,
-            unit / eps**2,
+            unit / self.eps**2,
             size,
             rounding_of_loss(before, self.problem, lin.point),
             least_second,
             loss,
             before,
         )
+
+    @property
+    def is_finite(self) -> Bool[Array, ""]:
+        """Whether the linearisation is finite. If not, nothing is tried."""
+        norm = self.subproblem.gradient_norm
+        return jnp.isfinite(norm) & jnp.isfinite(self.known.loss)
 
     def begun(self) -> TrialOutcome:
         """Return the outcome before the first trial."""
@@ -164,9 +181,9 @@ class Trials(NamedTuple):
             passes=Passes().traced(),
         )
 
-    def proposed(self, last: TrialOutcome, known: "_Known") -> Proposal:
+    def proposed(self, last: TrialOutcome) -> Proposal:
         """Return the next step to try."""
-        lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
+        lin, subproblem, known, dtype = self.lin, self.subproblem, self.known, self.dtype
         damping = self.rule.damping(last.state, subproblem, lin.point)
         damping = jnp.asarray(damping, dtype)
         damping = jnp.clip(damping, known.least_damping, known.largest_damping)
@@ -177,19 +194,11 @@ class Trials(NamedTuple):
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
-        if lin.box is not None:
-            inverse = self.inverse
-            step, predicted = between_bounds(
-                self.objective,
-                lin,
-                step,
-                lambda lin: self.again(lin, damping),
-                None if inverse is None else functools.partial(inverse, damping),
-            )
+        if self.bounded is not None:
+            step, predicted = self.bounded(step, damping)
             predicted = predicted.astype(dtype)
         if accelerated:
-            root, least = self.objective.root(lin.outputs), known.least_second
-            bend = _accelerated(root, self.evaluate, lin, held, damping, step, least)
+            bend = self._bend(held, damping, step)
             gentle = (
                 subproblem.length_of(bend).astype(dtype) <= _MAX_ACCELERATION * length
             )
@@ -197,27 +206,48 @@ class Trials(NamedTuple):
             if lin.box is not None:
                 bent = lin.box.within(lin.moved(step), bent)
             step, taken = _tree.axpy(0.5, bent, step), [answer, bend]
-        zero = jnp.zeros((), jnp.result_type(float))
+        num_inner_steps = sum(jnp.asarray(a.num_inner_steps, float) for a in taken)
         return Proposal(
             damping,
             step,
             predicted,
             length,
             jnp.asarray(gentle),
-            increased(zero, *(a.num_inner_steps for a in taken)),
+            jnp.asarray(num_inner_steps),
             sum((a.passes for a in taken), Passes()).traced(),
         )
 
+    def _bend(
+        self, subproblem: AbstractSubproblem, damping: Scalar, velocity: PyTree[Array]
+    ) -> Answer:
+        """Return the second-order correction to a step: the damped least-squares solution
+        for the whitened second derivative of the outputs along the step. The derivative
+        is computed as a difference of outputs. There is no correction if it is not
+        finite, as at the edge of the function's domain, or only its rounding."""
+        lin, least = self.lin, self.known.least_second
+        ahead, pushed = self.evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
+
+        def second(ahead, here, pushed):
+            change = (ahead - here.astype(ahead.dtype)) / _PART
+            return 2 / _PART * (change - pushed.astype(ahead.dtype))
+
+        second_derivative = jax.tree.map(second, ahead, lin.outputs, pushed)
+        whitened = self.objective.root(lin.outputs)(second_derivative)
+        size = _tree.norm(whitened)
+        known = jnp.isfinite(size) & (size > least.astype(size.dtype))
+        whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
+        bent = subproblem.with_residual(whitened)
+        answer = bent.solve(InexactTikhonov(damping))
+        jvps = lin.jacobian.a_product().jvps
+        passes = answer.passes + bent.passes + Passes(jvps=jvps)
+        return eqx.tree_at(lambda a: a.passes, answer, passes)
+
     def judged(
-        self,
-        last: TrialOutcome,
-        proposal: Proposal,
-        outputs: PyTree[Array],
-        known: "_Known",
+        self, last: TrialOutcome, proposal: Proposal, outputs: PyTree[Array]
     ) -> tuple[TrialOutcome, Bool[Array, ""]]:
         """Return the outcome after a trial with these outputs, and whether its step is
         the one to take so far."""
-        lin, rule = self.lin, self.rule
+        lin, rule, known = self.lin, self.rule, self.known
         damping, step, predicted = proposal.damping, proposal.step, proposal.predicted
         fallen, rounding = known.before - known.loss, known.rounding
         attainable, predicted = known.attainable + fallen, predicted + fallen
@@ -274,59 +304,14 @@ class Trials(NamedTuple):
         return outcome, takes
 
 
-class _Known(NamedTuple):
-    """Numbers that all trials at a linearisation share.
-
-    - `attainable`: the predicted decrease of the undamped step.
-    - `least_damping`, `largest_damping`: the limits of the dampings.
-    - `point_size`: the length of the point in the damped variables.
-    - `rounding`: the rounding of the loss.
-    - `least_second`: the rounding of the second derivative along a step.
-    - `loss`: the loss here.
-    - `before`: the same, or where a detour left.
-    """
-
-    attainable: Scalar
-    least_damping: Scalar
-    largest_damping: Scalar
-    point_size: Scalar
-    rounding: Scalar
-    least_second: Scalar
-    loss: Scalar
-    before: Scalar
-
-
 def try_dampings(trials: Trials) -> TrialOutcome:
     """Try the dampings of a rule at one linearisation."""
-    known = trials.known()
 
     def attempt(last: TrialOutcome) -> TrialOutcome:
-        proposal = trials.proposed(last, known)
+        proposal = trials.proposed(last)
         outputs = trials.evaluate(trials.lin.moved(proposal.step))
-        outcome, _ = trials.judged(last, proposal, outputs, known)
+        outcome, _ = trials.judged(last, proposal, outputs)
         return outcome
 
     goes_on = lambda tried: tried.goes_on
     return forwards_only(jax.lax.while_loop(goes_on, attempt, trials.begun()))
-
-
-def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
-    """Return the second-order correction to a step: the damped least-squares solution for
-    the whitened second derivative of the outputs along the step. The derivative is
-    computed as a difference of outputs. There is no correction if it is not finite, as
-    at the edge of the function's domain, or not above `least`, its rounding."""
-    ahead, pushed = evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
-
-    def second(ahead, here, pushed):
-        change = (ahead - here.astype(ahead.dtype)) / _PART
-        return 2 / _PART * (change - pushed.astype(ahead.dtype))
-
-    whitened = root(jax.tree.map(second, ahead, lin.outputs, pushed))
-    size = _tree.norm(whitened)
-    known = jnp.isfinite(size) & (size > least.astype(size.dtype))
-    whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
-    bent = subproblem.with_residual(whitened)
-    answer = bent.solve(InexactTikhonov(damping))
-    jvps = lin.jacobian.a_product().jvps
-    passes = answer.passes + bent.passes + Passes(jvps=jvps)
-    return eqx.tree_at(lambda a: a.passes, answer, passes)
