@@ -25,8 +25,7 @@ from .._linearisation._linearisation import (
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import Retraction
-from ._detour import Detour
-from ._state import checked, Counts, Evaluate, Report, State, Update
+from ._state import checked, Counts, Detour, Evaluate, Report, State, Update
 from ._termination import Ended, verdict
 from ._verbose import print_row
 

@@ -33,10 +33,9 @@ from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton
 from ._between_bounds import between_bounds
-from ._detour import Detour
 from ._on_a_batch import MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
-from ._state import Evaluate, State, Update
+from ._state import Detour, Evaluate, State, Update
 from ._stepping import check_quadratic
 from ._trials import TrialOutcome, Trials, try_dampings
 

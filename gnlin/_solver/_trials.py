@@ -17,8 +17,7 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import AbstractSubproblem, Answer, InexactTikhonov
 from ..damping import AbstractDamping, Trial
-from ._detour import Detour
-from ._state import carried, Evaluate
+from ._state import carried, Detour, Evaluate
 from ._termination import rounding_of_loss, rounding_of_outputs
 
 
