@@ -104,6 +104,11 @@ class State(eqx.Module):
     # The history, if it is requested through optimistix
     rows: dict[str, Array] | None = None
 
+    @property
+    def is_over(self) -> Bool[Array, ""]:
+        """Whether the run has ended."""
+        return self.terminate | (self.result != optx.RESULTS.successful)
+
     def with_stride(self, y: PyTree[Array]) -> "State":
         """Return the state with a stride, with which each batch judges the last step."""
         stride = Stride.start(y, self.report.loss.dtype)

@@ -143,7 +143,7 @@ def minimise(
     yes, no = jnp.array(True), jnp.array(False)
     rows: list[dict[str, np.ndarray]] = []
     try:
-        while not _is_over(state) and len(rows) < max_steps:
+        while not state.is_over and len(rows) < max_steps:
             now = _step(solver, y, here, state, yes, trial, here)
             # The verdict that the run is over needs no pass.
             is_over, taken = state.settled and now.ended.terminate, (y, here, last)
@@ -165,15 +165,11 @@ def minimise(
         if not rows:
             raise
     result = state.result
-    if not _is_over(state):
+    if not state.is_over:
         result = optx.RESULTS.nonlinear_max_steps_reached
     names = rows[0] if rows else ()
     columns = {name: np.stack([row[name] for row in rows]) for name in names}
     return Minimum(y, last, result, columns)
-
-
-def _is_over(state: State) -> Bool[Array, ""]:
-    return state.terminate | (state.result != optx.RESULTS.successful)
 
 
 class _Trial(NamedTuple):

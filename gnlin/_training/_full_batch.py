@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from .._common import _tree
 from .._common._checks import forwards_only, is_traced
@@ -101,7 +101,7 @@ def run(
         if is_traced(now):
             return whole()
     try:
-        while left > 0 and (not parts or not _has_ended(now)):
+        while left > 0 and (not parts or not now.carry.solver_state.is_over):
             began = time.monotonic()
             number = jnp.array(min(most, left))
             part: Any = steps(setting, data, now, outputs, sizes, number)
@@ -133,11 +133,6 @@ def run(
         for name in histories[0]
     }
     return FullBatchRun(states[-1], rows, results[-1], losses[-1], is_interrupted)
-
-
-def _has_ended(now: _Now) -> Bool[Array, ""]:
-    state = now.carry.solver_state
-    return state.terminate | (state.result != optx.RESULTS.successful)
 
 
 @eqx.filter_jit
@@ -196,16 +191,13 @@ def _all_steps(
 
     def goes_on(now_and_rows):
         now, _ = now_and_rows
-        return ~_has_ended(now) & (now.num_steps - begun < most)
+        return ~now.carry.solver_state.is_over & (now.num_steps - begun < most)
 
     now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
     carry, rows = kept(forwards_only(now.carry)), forwards_only(rows)
     ended = carry.solver_state
-    result = optx.RESULTS.where(
-        (ended.result == optx.RESULTS.successful) & ~ended.terminate,
-        optx.RESULTS.nonlinear_max_steps_reached,
-        ended.result,
-    )
+    unfinished = optx.RESULTS.nonlinear_max_steps_reached
+    result = optx.RESULTS.where(ended.is_over, ended.result, unfinished)
     others = everywhere((rows, result, carry.loss), places.mesh)
     return now._replace(carry=carry), *others
 
