@@ -23,7 +23,6 @@ from ._matrix_free import MatrixFree as MatrixFree
 from ._mixed_precision import MixedPrecision as MixedPrecision
 from ._momentum import pulled as pulled
 from ._nystrom_kernel import NystromKernel as NystromKernel
-from ._of_length import damping_for_length as damping_for_length
 from ._prox_linear import OnSpace as OnSpace, ProxLinear as ProxLinear
 from ._rescaled import Rescaled as Rescaled
 from ._spaces import Outputs as Outputs, Parameters as Parameters
