@@ -203,6 +203,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         here = self.outputs_of_run(lin, state)
         loss = objective.value(here).astype(dtype)
         first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
+        state = dataclasses.replace(state, first_loss=first_loss)
         step = jax.tree.map(jnp.subtract, update.y, lin.point)
         gradient_norm, step_norm = update.gradient_norm, update.step_norm
         if gradient_norm is None:
@@ -218,9 +219,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         memory = update.memory
         if same_examples:
             where = lin, here, no if detour is None else detour.is_on
-            ended = verdict(
-                self, objective, *where, update, step, state, loss, first_loss
-            )
+            ended = verdict(self, objective, *where, update, step, state, loss)
         elif detour is not None:  # Losses of other examples are no measure for it.
             memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
         # A run that has converged here takes no further step, and none leads to a point
@@ -247,7 +246,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             memory=memory,
             report=report,
             counts=counts,
-            first_loss=first_loss,
             settled=ended.settled,
             num_still=ended.num_still,
             terminate=update.terminate | ended.arrived,

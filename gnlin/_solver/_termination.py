@@ -35,8 +35,6 @@ _ROUNDINGS = 10
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
 # A run ends after this many steps in a row that change the loss by rounding only.
 _MOST_STILL = 10
-# Up to this many parameters, a `jax.lax.cond` around the test of a step does not pay.
-_FEW = 1_000
 
 
 class Ended(NamedTuple):
@@ -59,14 +57,14 @@ def verdict(
     step: PyTree[Array],
     state: State,
     loss: Scalar,
-    first_loss: Scalar,
 ) -> Ended:
     """Return the verdict at a linearisation. Convergence is tested after a small
     step, after many steps without progress, and if no step could be found.
 
-    - `here`: the outputs at the run's own point.
+    - `here`, `loss`: the outputs at the run's own point, and their loss.
     - `on_detour`: whether the linearisation is elsewhere. The run does not end there.
     """
+    first_loss = state.first_loss
     atol = solver.atol * _unit(objective, lin.outputs, first_loss)
     going = ~update.terminate & (update.result == optx.RESULTS.successful) & ~on_detour
     stands = update.stuck | (state.num_still >= _MOST_STILL)
@@ -149,16 +147,12 @@ def _is_within(
         scale = jnp.asarray(atol, x.dtype) + rtol * size
         return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
 
-    def small_step():
-        of_y = _tree.cast_like(step, y)
-        each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
-        # A finite step may lead to a point that is not finite.
-        return (norm(each) < 1) & _tree.all_finite(y)
-
     small_change = relative(norm(change), norm(residual)) < 1
-    if _tree.size(y) <= _FEW:
-        return small_change & small_step()
-    return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
+    of_y = _tree.cast_like(step, y)
+    each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
+    # A finite step may lead to a point that is not finite.
+    small_step = (norm(each) < 1) & _tree.all_finite(y)
+    return small_change & small_step
 
 
 def has_arrived(
@@ -170,7 +164,7 @@ def has_arrived(
     atol: ScalarLike,
     loss: Scalar,
     first_loss: Scalar,
-    searched: bool = False,
+    searched: bool,
 ) -> Bool[Array, ""]:
     r"""Whether almost nothing can be gained, neither by changing any one parameter nor by
     the solver's next step.
