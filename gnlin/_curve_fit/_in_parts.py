@@ -13,9 +13,9 @@ from .._common._checks import is_traced, to_jax
 from .._common._progress import Bar
 from .._common._quickly import quickly
 from .._solver import LevenbergMarquardt
-from .._solver._summed import Expansion, minimise, Minimum
 from ..losses._robust import AbstractRobust
 from ._arrays import as_x
+from ._by_passes import Expansion, minimise, Minimum
 from ._curve import Curve, flat
 from ._inputs import as_y
 from ._likelihood import check_values

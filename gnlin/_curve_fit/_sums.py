@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
-from .._solver._summed import Expansion
+from ._by_passes import Expansion
 from ._curve import broadcast, Data, flat, unflattened, wholly_missing
 from ._parts import Part
 from ._problem import FitSettings, Posed

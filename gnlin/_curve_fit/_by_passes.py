@@ -19,11 +19,9 @@ from .._jacobian import AtHand, Rows
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
+from .._solver import LevenbergMarquardt, print_row, State
+from .._solver._trials import Proposal, TrialOutcome, Trials
 from ..damping import LongestStep, TrustRegion
-from ._levenberg_marquardt import LevenbergMarquardt
-from ._state import State
-from ._trials import Proposal, TrialOutcome, Trials
-from ._verbose import print_row
 
 
 class Expansion(NamedTuple):
