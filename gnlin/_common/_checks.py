@@ -14,7 +14,6 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Key, PyTree, ScalarLike
 
@@ -145,16 +144,6 @@ def check_one_of(
         *others, last = (f'"{choice}"' for choice in choices)
         known = f"{', '.join(others)} or {last}"
         raise ValueError(f"`{name}` must be {known}, but {value!r} was given{hint}.")
-
-
-def check_search(search: object, *also: type) -> None:
-    known = isinstance(search, (optx.AbstractSearch, type(None), *also))
-    if not (known or (isinstance(search, str) and search == "auto")):
-        raise ValueError(
-            '`search` must be "auto", `None`, a `gnlin.methods.GridSearch` or a search '
-            f"of optimistix, such as `optimistix.BacktrackingArmijo()`, but {search!r} "
-            "was given."
-        )
 
 
 def is_whole(value: object) -> bool:

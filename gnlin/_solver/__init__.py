@@ -7,12 +7,12 @@ from ._gauss_newton import (
     FilteredGaussNewton as FilteredGaussNewton,
     GaussNewton as GaussNewton,
 )
-from ._grid_search import GridSearch as GridSearch
 from ._iterative_linearisation import (
     as_solver as as_solver,
     IterativeLinearisation as IterativeLinearisation,
 )
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
+from ._search import GridSearch as GridSearch
 from ._state import State as State, Update as Update
 from ._stepping import (
     AbstractFilteredGaussNewton as AbstractFilteredGaussNewton,

@@ -1,7 +1,6 @@
 """Turn a subproblem's answer into a step; solvers whose steps are spectral filters."""
 
 import abc
-from typing import Literal
 
 import equinox as eqx
 import jax
@@ -10,7 +9,7 @@ import optimistix as optx
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_callable, check_search, nan_unless, nonnegative
+from .._common._checks import check_callable, nan_unless, nonnegative
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
@@ -28,12 +27,8 @@ from .._subproblem import (
 from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractGaussNewton
 from ._between_bounds import Again, between_bounds
-from ._grid_search import Found, GridSearch
+from ._search import check_search, safeguard, Search, searched
 from ._state import Evaluate, State, Update
-from ._termination import rounding_of_loss
-
-
-Search = optx.AbstractSearch | GridSearch | Literal["auto"] | None
 
 
 class AbstractSearchedGaussNewton(AbstractGaussNewton):
@@ -44,7 +39,7 @@ class AbstractSearchedGaussNewton(AbstractGaussNewton):
     search: Search = eqx.field(default="auto", kw_only=True)
 
     def __check_init__(self):
-        check_search(self.search, GridSearch)
+        check_search(self.search)
         check_form(self.form, "auto")
 
     def check_curvature_batch(self) -> None:
@@ -165,10 +160,10 @@ def take_step(
         step = _tree.cast_like(step, y)
         step, _ = between_bounds(objective, lin, step, again)
     found, stuck = None, jnp.array(False)
-    search = _safeguard(search, objective)
+    search = safeguard(search, objective)
     if search is not None:
         gradient = subproblem.gradient()
-        found = _searched(search, objective, lin, evaluate, gradient, step)
+        found = searched(search, objective, lin, evaluate, gradient, step)
         step = _tree.scale(found.length, step)
         stuck = ~found.any & solved
     step_norm = _tree.norm(step)
@@ -213,66 +208,3 @@ def _in_memory(subproblem: AbstractSubproblem) -> Quadratic | None:
     problem = getattr(subproblem, "problem", None)
     is_there = isinstance(problem, Quadratic) and problem.jacobian.is_at_hand
     return problem if is_there else None
-
-
-def _safeguard(
-    search: Search, objective: AbstractObjective
-) -> optx.AbstractSearch | GridSearch | None:
-    """Resolve `"auto"` to a search for steps that nothing else checks."""
-    if not isinstance(search, str):
-        return search
-    checked = objective.is_quadratic and not objective.is_sample
-    return None if checked else optx.BacktrackingArmijo()
-
-
-_MAX_SEARCH_STEPS = 40
-
-
-def _searched(
-    search: optx.AbstractSearch | GridSearch,
-    objective: AbstractObjective,
-    lin: Linearisation,
-    evaluate: Evaluate,
-    gradient: PyTree[Array],
-    direction: PyTree[Array],
-) -> Found:
-    """Return the fraction of `direction` that a search accepts."""
-    if isinstance(search, GridSearch):
-        return search.along(objective, lin, evaluate, direction)
-    zero = jnp.zeros((), _tree.dtype(lin.outputs))
-    # Steps are in the variables of the linearisation, as the gradient is, and not in
-    # those of the parameters, from which a retraction differs.
-    nowhere = _tree.zeros_like(direction)
-    nowhere, gradient, zero = _tree.promoted((nowhere, gradient, zero))
-    # Measure the loss from here: its differences are known better than its values.
-    here = optx.FunctionInfo.EvalGrad(zero, gradient)
-
-    def attempt(carry):
-        step_size, _, _, state, num_steps = carry
-        outputs = evaluate(lin.moved(direction, step_size))
-        tried = _tree.cast_like(_tree.scale(step_size, direction), nowhere)
-        change = -objective.decrease(lin.outputs, outputs).astype(zero.dtype)
-        there = optx.FunctionInfo.Eval(jnp.where(jnp.isnan(change), jnp.inf, change))
-        next_size, accept, _, state = search.step(
-            jnp.array(False), nowhere, tried, here, there, state
-        )
-        lost = _tree.all_finite(outputs) & (jnp.abs(change) <= rounding) & flat
-        accept = accept | lost
-        step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
-        outputs = _tree.cast_like(outputs, lin.outputs)
-        return step_size, outputs, accept, state, num_steps + 1
-
-    loss = objective.value(lin.outputs).astype(zero.dtype)
-    rounding = rounding_of_loss(loss, None, lin.point)
-    # A search cannot judge a slope that is lost in the rounding of the loss.
-    flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
-    state = search.init(nowhere, jax.eval_shape(lambda: here))
-    first = optx.FunctionInfo.Eval(zero)
-    begin = jnp.array(True), nowhere, nowhere, here, first, state
-    step_size, _, _, state = search.step(*begin)
-    no = jnp.array(False)
-    start = step_size.astype(zero.dtype), lin.outputs, no, state, jnp.array(0)
-    step_size, outputs, found, _, _ = jax.lax.while_loop(
-        lambda carry: ~carry[2] & (carry[4] < _MAX_SEARCH_STEPS), attempt, start
-    )
-    return Found(step_size, outputs, found)
