@@ -1,11 +1,9 @@
 r"""The linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta)$."""
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
@@ -19,8 +17,6 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow
 from ._base import Answer, Descent, num_steps_of, undamped, vanishes
-from ._descent import descend, Descended, Momentum
-from ._flow import flow
 from ._iteration import AbstractIteration
 from ._newton import minimise
 from ._spaces import AbstractSpace, Linearised, Outputs, Parameters
@@ -94,48 +90,6 @@ class OnSpace(AbstractIteration):
     def limit(self, filter: Descent | GradientFlow, damping: ScalarLike) -> Answer:
         on_parameters = ProxLinearOnParameters(self.problem)
         return on_parameters.to_tolerance(self.exactly(), damping)
-
-    def path(
-        self,
-        filter: Filter,
-        amounts: Float[Array, " s"],
-        seen: Callable[[PyTree[Array]], Float[Array, " n"]],
-    ) -> Float[Array, "s n"]:
-        """Evaluate `seen` on the coordinates after each of several numbers of steps, or
-        times, in ascending order. Values are NaN if the steps have diverged or, without
-        momentum, have raised the loss by more than its rounding."""
-        filter, damping = undamped(filter)
-        problem = self.in_space()
-        objective, outputs = problem.objective, problem.outputs
-
-        def later(start, time: Scalar):
-            z, before = start
-            end = flow(problem, time - before, damping, z)
-            return (end.z, time), jnp.where(end.met, seen(end.z), jnp.nan)
-
-        if isinstance(filter, GradientFlow):
-            start = problem.space.zero(), jnp.zeros((), amounts.dtype)
-            return jax.lax.scan(later, start, amounts)[1]
-        assert isinstance(filter, Descent)
-
-        def has_risen(z):
-            at = _tree.axpy(1, problem.space.push(z), outputs)
-            return ~(objective.decrease(outputs, at) >= -rounding)
-
-        def further(start: Descended, period: Scalar):
-            end = descend(problem, filter, period, damping, start)
-            # Convergent steps without momentum do not raise a convex loss.
-            momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
-            worse = has_risen(end.z) & (momentum == 0)
-            return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
-
-        problem = problem._replace(first=problem.first_gradient())
-        loss = objective.value(outputs)
-        rounding = jnp.finfo(loss.dtype).eps ** 0.5 * jnp.abs(loss)
-        zero, count = problem.space.zero(), jnp.zeros((), float)
-        at_rest = Momentum.of(filter).init(zero)
-        start = Descended(zero, at_rest, count, jnp.array(False))
-        return jax.lax.scan(further, start, amounts)[1]
 
 
 # Typical numbers of Newton steps, and of products in a Newton step on parameters.

@@ -25,6 +25,9 @@ from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._subproblem import choose, OnSpace, Outputs, ProxLinear
+from .._subproblem._base import undamped
+from .._subproblem._descent import descend, Descended, Momentum
+from .._subproblem._flow import flow
 from ..filters import (
     AbstractFilter,
     Damped,
@@ -329,13 +332,46 @@ def _in_closed_form(
 def _literally(
     path: AbstractPath, on: Linearisation, amounts: Float[Array, " s"]
 ) -> Float[Array, "s n"]:
+    """Return the changes after several finite numbers of steps, or times, in ascending
+    order. They are NaN if the steps have diverged or, without momentum, have raised the
+    loss by more than its rounding."""
     way, jacobian = path._way, on.jacobian
     assert isinstance(way, OnSpace)
     seen = lambda z: jacobian.push_forward(way.space.parameters(z))
     if isinstance(way.space, Outputs):
         cross = jacobian.gram_with(way.problem.jacobian)
         seen = lambda z: matmul(cross, z)
-    return way.path(path._filter_of(1.0), amounts, seen)
+    filter, damping = undamped(path._filter_of(1.0))
+    problem = way.in_space()
+    objective, outputs, zero = problem.objective, problem.outputs, problem.space.zero()
+
+    def later(start, time: Scalar):
+        z, before = start
+        end = flow(problem, time - before, damping, z)
+        return (end.z, time), jnp.where(end.met, seen(end.z), jnp.nan)
+
+    if isinstance(filter, GradientFlow):
+        start = zero, jnp.zeros((), amounts.dtype)
+        return jax.lax.scan(later, start, amounts)[1]
+    assert isinstance(filter, GradientDescent | HeavyBall | Nesterov)
+
+    def has_risen(z):
+        at = _tree.axpy(1, problem.space.push(z), outputs)
+        return ~(objective.decrease(outputs, at) >= -rounding)
+
+    def further(start: Descended, period: Scalar):
+        end = descend(problem, filter, period, damping, start)
+        # Convergent steps without momentum do not raise a convex loss.
+        momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
+        worse = has_risen(end.z) & (momentum == 0)
+        return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
+
+    problem = problem._replace(first=problem.first_gradient())
+    loss = objective.value(outputs)
+    rounding = jnp.finfo(loss.dtype).eps ** 0.5 * jnp.abs(loss)
+    at_rest = Momentum.of(filter).init(zero)
+    start = Descended(zero, at_rest, jnp.zeros((), float), jnp.array(False))
+    return jax.lax.scan(further, start, amounts)[1]
 
 
 @eqx.filter_jit
