@@ -134,28 +134,6 @@ class AbstractSubproblem(eqx.Module):
         raise NotImplementedError
 
 
-class AbstractWrapper(AbstractSubproblem):
-    """A subproblem that is solved by means of another one, `inner`."""
-
-    inner: AbstractVar[AbstractSubproblem]
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.inner.curvature_along_gradient()
-
-    def largest_curvature(self) -> Scalar:
-        return self.inner.largest_curvature()
-
-    def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
-        return self.inner.least_damping(size)
-
-    def truncated(self, tolerance, max_steps=None) -> "AbstractWrapper":
-        inner = self.inner.truncated(tolerance, max_steps)
-        return eqx.tree_at(lambda s: s.inner, self, inner)
-
-    def factorised(self, filter: Filter) -> "AbstractWrapper":
-        return eqx.tree_at(lambda s: s.inner, self, self.inner.factorised(filter))
-
-
 class AbstractWay(AbstractSubproblem):
     """A way to solve a linearised problem. Whether it applies to a problem, and its cost,
     are known before it is set up.

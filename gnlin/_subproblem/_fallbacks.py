@@ -20,7 +20,6 @@ from ..filters import Tikhonov
 from ._base import (
     AbstractSubproblem,
     AbstractWay,
-    AbstractWrapper,
     Answer,
     InexactTikhonov,
     price_of_squaring,
@@ -31,6 +30,7 @@ from ._cholesky import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
 from ._sparse import has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
+from ._wrappers import AbstractWrapper
 
 
 # Share of the factorisation's cost that conjugate gradients may spend before it, and the
