@@ -403,6 +403,11 @@ def test_which_example_is_not_finite():
 #
 
 
+def test_a_class_in_place_of_an_optimiser():
+    with pytest.raises(ValueError, match="must be one of optax's"):
+        gnlin.IterativeLinearisation(3, optimiser=optax.MultiSteps)
+
+
 def test_an_optimiser_of_optax_as_a_solver():
     optimiser = optax.adam(0.1)
     wanted = gnlin.IterativeLinearisation(1, optimiser=optimiser, restart=False)
