@@ -51,7 +51,7 @@ def conjugate_gradients(
     product: Callable[[PyTree[Array]], PyTree[Array]],
     vector: PyTree[Array],
     tolerance: ScalarLike,
-    max_steps: int | None = None,
+    max_steps: ScalarLike | None = None,
     options: dict[str, Any] | None = None,
 ) -> lx.Solution:
     """Solve `A x = vector`, where `product` multiplies by a positive semidefinite `A`.
@@ -88,7 +88,7 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
     """
 
     tolerance: ScalarLike
-    max_steps: int | None = None
+    max_steps: ScalarLike | None = None
 
     def __check_init__(self):
         check_nonnegative("tolerance", self.tolerance)

@@ -71,7 +71,7 @@ class AbstractSubproblem(eqx.Module):
         """Return the step of a filter."""
 
     def truncated(
-        self, tolerance: ScalarLike, max_steps: int | None = None
+        self, tolerance: ScalarLike, max_steps: ScalarLike | None = None
     ) -> "AbstractSubproblem":
         """Return a subproblem whose iterations, if it has any, stop early: once the
         linear residual is `tolerance` times the gradient, or after `max_steps`."""

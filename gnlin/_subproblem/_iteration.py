@@ -38,7 +38,7 @@ class AbstractIteration(AbstractMethod):
     stops_early: ClassVar[bool] = True
     residuals_are_dear: ClassVar[bool] = True
     tolerance: ScalarLike | None
-    max_steps: int | None
+    max_steps: ScalarLike | None
 
     def __init__(self, problem: Any, passes: Passes):
         super().__init__(problem, passes)
@@ -73,7 +73,7 @@ class AbstractIteration(AbstractMethod):
         self,
         tolerance: ScalarLike,
         damping: ScalarLike,
-        max_steps: int | None = None,
+        max_steps: ScalarLike | None = None,
         start: PyTree[Array] | None = None,
         *,
         is_damped: bool = False,

@@ -48,7 +48,7 @@ def minimise(
     problem: Linearised,
     damping: ScalarLike,
     tolerance: ScalarLike,
-    max_steps: int | None = None,
+    max_steps: ScalarLike | None = None,
     start: PyTree[Array] | None = None,
 ) -> Solved:
     r"""Minimise $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, a convex

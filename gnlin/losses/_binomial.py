@@ -110,7 +110,7 @@ class BinomialNLL(_Binomial):
     def cdf(self, output, target):
         from scipy.stats import binom  # slow to import
 
-        share = np.asarray(self.mean(output))
+        share = np.asarray(self.mean(jnp.asarray(output)))
         return cdf_of_counts(binom(np.asarray(self.trials), share), target)
 
     def saturated(self, target: Array) -> Array:
@@ -188,7 +188,7 @@ class NegativeBinomialNLL(_Binomial):
         from scipy.stats import nbinom  # slow to import
 
         alpha = float(self.dispersion)
-        counts = nbinom(1 / alpha, 1 / (1 + alpha * np.asarray(self.mean(output))))
+        counts = nbinom(1 / alpha, 1 / (1 + alpha * np.asarray(self.mean(jnp.asarray(output)))))
         return cdf_of_counts(counts, target)
 
     def saturated(self, target: Array) -> Array:

@@ -66,7 +66,7 @@ class PoissonNLL(AbstractElementwiseLoss):
     def cdf(self, output, target):
         from scipy.stats import poisson  # slow to import
 
-        return cdf_of_counts(poisson(np.asarray(self.mean(output))), target)
+        return cdf_of_counts(poisson(np.asarray(self.mean(jnp.asarray(output)))), target)
 
     def saturated(self, target: Array) -> Array:
         return -stirling_rest(target)

@@ -315,7 +315,7 @@ def _variance(
     side = _OnSmallerSide.of(jacobian)
     seen = other.gram_with(jacobian) if side.on_outputs else other.as_matrix()
     each = jax.vmap(lambda row: jnp.sum(row * side.filtered(filter, row)))(seen)
-    return other.squared_rows() - each if side.on_outputs else filter.damping * each
+    return other.squared_rows() - each if side.on_outputs else each * filter.damping
 
 
 def _misfit(
