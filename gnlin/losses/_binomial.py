@@ -188,8 +188,8 @@ class NegativeBinomialNLL(_Binomial):
         from scipy.stats import nbinom  # slow to import
 
         alpha = float(self.dispersion)
-        counts = nbinom(1 / alpha, 1 / (1 + alpha * np.asarray(self.mean(jnp.asarray(output)))))
-        return cdf_of_counts(counts, target)
+        mean = np.asarray(self.mean(jnp.asarray(output)))
+        return cdf_of_counts(nbinom(1 / alpha, 1 / (1 + alpha * mean)), target)
 
     def saturated(self, target: Array) -> Array:
         failures = 1 / jnp.asarray(self.dispersion, target.dtype)
