@@ -133,7 +133,7 @@ def iterable():
         "model": network(),
         "data": batches,
         "solver": gnlin.TruncatedGaussNewton(
-            gnlin.methods.EisenstatWalker(), damping=1.0, warm_start=0.5
+            gnlin.methods.EisenstatWalker(), damping=1.0
         ),
         "epochs": 40,
     }

@@ -943,7 +943,7 @@ def test_no_step_after_the_first_is_compiled():
     """This holds for every dtype of the initial state."""
     solvers = [
         gnlin.DampedGaussNewton(0.1),
-        gnlin.TruncatedGaussNewton(0.1, warm_start=0.5),
+        gnlin.TruncatedGaussNewton(gnlin.methods.EisenstatWalker()),
         gnlin.LevenbergMarquardt(),
         gnlin.IterativeLinearisation(2, optimiser=optax.adam(1e-2)),
     ]

@@ -598,42 +598,6 @@ def test_truncated_prox_linear_reaches_its_tolerance(damping, truncated):
     assert nums_steps[-1] > nums_steps[0]
 
 
-@pytest.mark.parametrize(
-    "form", ["quadratic", pytest.param("prox-linear", marks=pytest.mark.slow)]
-)
-def test_a_warm_start_meets_the_same_tolerance(form):
-    """The second linearised problem begins where the first ended."""
-    solver = gnlin.TruncatedGaussNewton(0.05, 0.3, form=form, warm_start=0.9, search=None)
-    fn = gnlin.PerExample(lambda w, x: Net(w)(x))
-    x, targets = jnp.asarray(X), jnp.asarray(LABELS)
-
-    def run(w, state):
-        with op_by_op():
-            lin = gnlin.linearise(fn, w, x)
-            shapes = jax.eval_shape(lambda: lin.outputs)
-            objective = BatchLoss(SOFTMAX.loss, shapes, targets)
-            return solver.advance(objective, lin, lambda w: fn(w, x), state)
-
-    w = jnp.asarray(start())
-    middle, state = run(w, solver.start(w, jax.eval_shape(fn, w, x)))
-    np.testing.assert_allclose(state.memory.step, middle - w, rtol=1e-9)
-    end, warm = run(middle, state)
-    assert float(warm.report.num_inner_steps) >= 1
-    # The result equals that from a start at zero
-    nothing = eqx.tree_at(lambda s: s.memory.step, state, jnp.zeros_like(w))
-    cold_end, _ = run(middle, nothing)
-    assert not np.allclose(end, cold_end, rtol=1e-6)
-    oracle = Dense(SOFTMAX, middle)
-    for other in (end, cold_end):
-        step = np.asarray(other - middle)
-        if form == "prox-linear":
-            remaining = oracle.remaining(step, 0.3)
-        else:
-            last = oracle.gradient + oracle.curvature @ step + 0.3 * step
-            remaining = np.linalg.norm(last) / np.linalg.norm(oracle.gradient)
-        assert remaining <= 0.05 * (1 + 1e-9)
-
-
 def nesterov_sgd(learning_rate, momentum):
     return optax.sgd(learning_rate, momentum, nesterov=True)
 
@@ -1397,12 +1361,6 @@ MISTAKES = {
     "damping": [
         *(lambda v=v: IL(1, 0.1, damping=v) for v in (-1.0, nan, inf)),
         *(lambda v=v: Damped(GradientFlow(1.0), v) for v in (-1.0, nan, inf)),
-    ],
-    "warm_start": [
-        *(
-            lambda v=v: gnlin.TruncatedGaussNewton(0.1, warm_start=v)
-            for v in (-0.1, 1.1, nan)
-        ),
     ],
 }
 

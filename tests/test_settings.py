@@ -184,15 +184,6 @@ def test_schedules_and_filters_may_hold_arrays():
         np.testing.assert_allclose(fit.value, 2 * np.ones(2), rtol=1e-8)
 
 
-def test_a_traced_warm_start():
-    def minimum(part):
-        solver = gnlin.TruncatedGaussNewton(0.1, warm_start=part)
-        return optx.least_squares(lambda y, _: 3 * y - 6, solver, jnp.zeros(2)).value
-
-    found = jax.jit(jax.vmap(minimum))(jnp.array([0.0, 0.9]))
-    np.testing.assert_allclose(found, 2 * np.ones((2, 2)), rtol=1e-8)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_numpys_false_prints_nothing(capfd):
     solver = gnlin.LevenbergMarquardt(verbose=np.False_)

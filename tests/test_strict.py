@@ -102,7 +102,7 @@ problems = {
     "Poisson": (
         gnlin.losses.PoissonNLL(),
         jnp.arange(18).reshape(6, 3),
-        gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear", warm_start=0.5),
+        gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear"),
     ),
     "Huber": (gnlin.losses.Huber(), NUMBERS, gnlin.DampedGaussNewton(0.1, method="svd")),
     "pseudo-Huber": (

@@ -24,9 +24,6 @@ PER_CLASS = 50
 RANKS = (50, 200)
 NUM_FEATURES = 200
 SMALLEST_SCALE = 1e-3
-NUM_OUTER_STEPS = 10
-MAX_OUTER_STEPS = 30
-WARMTH = 0.9
 
 _Data = tuple[Float[Array, "n inputs"], Float[Array, "n outputs"]]
 
@@ -59,9 +56,6 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
             figures.append(Figure(what, "< 1", best))
         title = f"Conjugate gradients at one linearisation; {_described(setting)}"
         yield Comparison(title, rows, "none", figures=figures)
-    for setting in warm_settings(quick):
-        title = f"Outer steps to the same loss; {_described(setting)}"
-        yield Comparison(title, to_the_same_loss(setting, num_rounds), "none")
 
 
 def settings(quick: bool) -> Iterator[Setting]:
@@ -76,12 +70,6 @@ def settings(quick: bool) -> Iterator[Setting]:
     layer, unlike = _layer(300 if quick else 2000)
     yield Setting(name, layer, unlike, 1e-6, 1e-4, pays="BlockDiagonal")
     yield Setting(name, layer, unlike, 1e-6, 1e2)
-
-
-def warm_settings(quick: bool) -> Iterator[Setting]:
-    fresh, data = _network(), _digits(quick)
-    yield Setting("digits MLP, fresh, long steps", fresh, data, 0.1, 1e-1)
-    yield Setting("digits MLP, fresh, short steps", fresh, data, 0.1, 1e3)
 
 
 def of_one_linearisation(setting: Setting, num_rounds: int) -> list[Row]:
@@ -103,38 +91,6 @@ def of_one_linearisation(setting: Setting, num_rounds: int) -> list[Row]:
         dataclasses.replace(row, linear_residual=residual, tolerance=setting.tolerance)
         for row, residual in zip(rows, residuals, strict=True)
     ]
-
-
-def to_the_same_loss(setting: Setting, num_rounds: int) -> list[Row]:
-    """Count the outer steps that reach the loss of `NUM_OUTER_STEPS` steps, each begun at
-    zero. A warm start begins at a part of the last step."""
-
-    def solved(warmth: float, num_steps: int) -> gnlin.Solution:
-        solver = gnlin.TruncatedGaussNewton(
-            setting.tolerance,
-            setting.damping,
-            rtol=0.0,
-            atol=0.0,
-            search=None,
-            method="matrix-free",
-            warm_start=warmth,
-        )
-        return gnlin.solve(setting.model, setting.data, solver, max_steps=num_steps)
-
-    goal = solved(0.0, NUM_OUTER_STEPS).loss
-    cases = []
-    for variant, warmth in (("none", 0.0), (f"warm_start={WARMTH}", WARMTH)):
-        below = solved(warmth, MAX_OUTER_STEPS).history.loss <= goal
-        num_steps = int(below.argmax()) if below.any() else MAX_OUTER_STEPS
-        run = lambda warmth=warmth, num_steps=num_steps: solved(warmth, num_steps)
-        solution = run()
-        counts, loss = solution.stats, solution.loss
-        note = (
-            f"{num_steps} outer steps, {counts['num_inner_steps']:.0f} iterations, "
-            f"{counts['num_jvps']:.0f} + {counts['num_vjps']:.0f} passes, loss {loss:.3g}"
-        )
-        cases.append(Case("gnlin", variant, run, note=note))
-    return _rows(setting, alternate(cases, num_rounds))
 
 
 def _preconditioners() -> dict[str, gnlin.preconditioners.AbstractPreconditioner | None]:

@@ -1,21 +1,17 @@
 """Truncated Gauss-Newton: conjugate gradients, stopped early."""
 
-import dataclasses
 from typing import Literal
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
-from .._common import _tree
 from .._common._checks import (
     as_scalar,
     check_count,
     check_finite_nonnegative,
     check_fraction,
     check_one_of,
-    check_share,
     fraction,
     is_traced,
     nan_unless,
@@ -27,13 +23,12 @@ from .._subproblem import AbstractIteration, by_products, problem_of
 from ..preconditioners import AbstractPreconditioner
 from ._schedules import EisenstatWalker, Schedule, value_at
 from ._state import Update
-from ._stepping import AbstractSearchedGaussNewton, step_taken, take_step
+from ._stepping import AbstractSearchedGaussNewton, take_step
 
 
 class _Memory(eqx.Module):
     tolerance: Float[Array, ""]
     gradient_norm: Float[Array, ""]
-    step: PyTree[Array] | None  # the last step, for a warm start
 
 
 class TruncatedGaussNewton(AbstractSearchedGaussNewton):
@@ -54,9 +49,6 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form Newton's
         method with conjugate gradients minimises the loss of the linearised model, until
         its gradient is at most $\beta$ times the first.
-    - `warm_start`: the part of the last step, between 0 and 1, from which the iteration
-        starts (Martens, 2010). It costs a product each way, and is meant for small
-        `max_inner_steps`; for solutions to a tolerance it rarely pays.
     - `preconditioner`: one of [`gnlin.preconditioners`][], for the quadratic form.
     - `max_inner_steps`: the most iterations at one linearisation, by default ten times
         the number of parameters. In the prox-linear form it limits Newton's method, by
@@ -78,13 +70,10 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
 
         R. S. Dembo, S. C. Eisenstat and T. Steihaug, *Inexact Newton methods*, SIAM J.
         Numer. Anal. 19 (1982).
-
-        J. Martens, *Deep learning via Hessian-free optimization*, ICML (2010).
     """
 
     tolerance: ScalarLike | Schedule | EisenstatWalker = eqx.field(converter=as_scalar)
     damping: ScalarLike | Schedule = eqx.field(default=0.0, converter=as_scalar)
-    warm_start: float = eqx.field(default=0.0, kw_only=True)
     preconditioner: AbstractPreconditioner | None = eqx.field(default=None, kw_only=True)
     max_inner_steps: int | None = eqx.field(default=None, kw_only=True)
     method: Literal["auto", "dense", "matrix-free"] = eqx.field(
@@ -96,7 +85,6 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             check_fraction("tolerance", self.tolerance)
         if not callable(self.damping):
             check_finite_nonnegative("damping", self.damping)
-        check_share("warm_start", self.warm_start)
         if not is_traced(self.max_inner_steps) and self.max_inner_steps is not None:
             check_count("max_inner_steps", self.max_inner_steps)
         hint = "; to solve exactly use `gnlin.DampedGaussNewton`"
@@ -113,9 +101,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             )
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
-        is_cold = not isinstance(self.warm_start, Tracer) and self.warm_start == 0
-        step = None if is_cold else _tree.zeros_like(y)
-        return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype), step)
+        return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         damping = value_at(self.damping, num_steps, nonnegative)
@@ -124,18 +110,16 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         tolerance = self._tolerance(memory, norm, num_steps)
         damping = nan_unless(~jnp.isnan(tolerance), damping)
         settings = tolerance, damping, self.max_inner_steps
-        start, last = None, memory.step
-        if last is not None:
-            start = _tree.scale(self.warm_start, last)
-        answer = subproblem.to_tolerance(*settings, start)
+        answer = subproblem.to_tolerance(*settings)
 
         def again(lin: Linearisation) -> PyTree[Array]:
             return self._subproblem(objective, lin).to_tolerance(*settings).step
 
         given = objective, lin, evaluate, subproblem, answer
-        update = take_step(*given, search=self.search, damping=damping, again=again)
-        step = None if last is None else step_taken(update, lin)
-        return dataclasses.replace(update, memory=_Memory(tolerance, norm, step))
+        new = _Memory(tolerance, norm)
+        return take_step(
+            *given, search=self.search, memory=new, damping=damping, again=again
+        )
 
     def _subproblem(
         self, objective: AbstractObjective, lin: Linearisation

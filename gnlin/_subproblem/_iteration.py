@@ -74,13 +74,11 @@ class AbstractIteration(AbstractMethod):
         tolerance: ScalarLike,
         damping: ScalarLike,
         max_steps: ScalarLike | None = None,
-        start: PyTree[Array] | None = None,
         *,
         is_damped: bool = False,
     ) -> Answer:
         """Solve until the gradient is `tolerance` times its initial norm.
 
-        - `start`: where to start, by default at zero.
         - `is_damped`: whether the damping is known not to be zero.
         """
 

@@ -77,16 +77,16 @@ class MatrixFree(AbstractIteration):
         return float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (3 / 4)
 
     def to_tolerance(
-        self, tolerance, damping, max_steps=None, start=None, *, is_damped=False
+        self, tolerance, damping, max_steps=None, *, is_damped=False
     ) -> Answer:
         r"""Solve $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$ by conjugate
         gradients, until the linear residual is at most `tolerance` times the gradient
         (2-norms), or as small as the precision allows."""
-        settings = tolerance, damping, max_steps, start
+        settings = tolerance, damping, max_steps
         return self.attempt(*settings, is_damped=is_damped)[0]
 
     def attempt(
-        self, tolerance, damping, max_steps=None, start=None, *, is_damped=False
+        self, tolerance, damping, max_steps=None, *, is_damped=False
     ) -> tuple[Answer, Bool[Array, ""]]:
         """Solve as `to_tolerance` does; return also whether the tolerance was met."""
         jacobian, dtype = self.problem.jacobian, _tree.dtype(self._gradient)
@@ -96,7 +96,7 @@ class MatrixFree(AbstractIteration):
         norm = _tree.norm(gradient)
         down = _tree.scale(-1, gradient)
         if self.towards is not None:
-            start, down = self.towards, _tree.axpy(damping, self.towards, down)
+            down = _tree.axpy(damping, self.towards, down)
         least = jnp.zeros((), dtype)
         if not is_damped or max_steps is None:
             # A gradient within rounding of zero counts as zero: it may point into the
@@ -111,8 +111,8 @@ class MatrixFree(AbstractIteration):
         )
         each = jacobian.a_product()
         passes, options = Passes(vjps=each.vjps), {}
-        if start is not None:
-            options["y0"] = start
+        if self.towards is not None:
+            options["y0"] = self.towards
         if self.preconditioner is not None:
             inverse = self.preconditioner.inverse(jacobian, damping)
             if not isinstance(inverse, lx.AbstractLinearOperator):

@@ -49,7 +49,6 @@ def minimise(
     damping: ScalarLike,
     tolerance: ScalarLike,
     max_steps: ScalarLike | None = None,
-    start: PyTree[Array] | None = None,
 ) -> Solved:
     r"""Minimise $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, a convex
     function, until the 2-norm of its gradient is at most `tolerance` times the norm at
@@ -147,10 +146,6 @@ def minimise(
         broken=~jnp.isfinite(first_norm),
         stalled=~jnp.isfinite(first_norm),
     )
-    if start is not None:
-        pushed = space.push(start)
-        gradient, norm = gradient_at(start, pushed)
-        begin = begin._replace(z=start, pushed=pushed, gradient=gradient, norm=norm)
     it = forwards_only(jax.lax.while_loop(unfinished, iterate, begin))
     decrease = objective.decrease(outputs, at(it.pushed))
     stuck = it.stalled & it.broken

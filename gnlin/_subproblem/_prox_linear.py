@@ -67,11 +67,11 @@ class OnSpace(AbstractIteration):
         return 10 * float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (2 / 3)
 
     def to_tolerance(
-        self, tolerance, damping, max_steps=None, start=None, *, is_damped=False
+        self, tolerance, damping, max_steps=None, *, is_damped=False
     ) -> Answer:
         """Minimise until the gradient is `tolerance` times its initial norm, or as small
         as the precision and `max_steps` Newton steps allow."""
-        solved = minimise(self.in_space(), damping, tolerance, max_steps, start)
+        solved = minimise(self.in_space(), damping, tolerance, max_steps)
         # A product with the curvature costs one product each way, a Newton step two.
         num_steps = solved.num_products + 2 * solved.num_steps
         return Answer(
