@@ -22,6 +22,7 @@ from fit_problems import (
     T,
     X,
 )
+from problems import num_compiled
 
 import gnlin
 from gnlin.callbacks import Callback, EarlyStop, Log, Measure
@@ -939,6 +940,25 @@ def test_a_whole_number_and_a_float_are_two_programs():
     assert losses[0]["loss"] != losses[1]["loss"]  # the first of which overflows
 
 
+@pytest.mark.parametrize("by_optax", [False, True])
+def test_redefined_functions_of_a_model_are_not_compiled_again(by_optax):
+    mlp = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    solver = [optax.sgd(0.1)] if by_optax else []
+
+    def trained(by=1.0):
+        anew = eqx.tree_at(lambda m: m.activation, mlp, lambda x: jnp.tanh(by * x))
+        pair = (lambda m, x: m(x)), anew
+        data = X, T
+        every = {"batch_size": 4, "epochs": 2, "validation": data}
+        return gnlin.fit(pair, data, *solver, **every).history
+
+    first = trained()
+    assert num_compiled(lambda: trained()) == 0
+    np.testing.assert_array_equal(trained().loss, first.loss)
+    assert not np.array_equal(trained(2.0).loss, first.loss)
+    np.testing.assert_array_equal(trained().validation_loss, first.validation_loss)
+
+
 def test_no_step_after_the_first_is_compiled():
     """This holds for every dtype of the initial state."""
     solvers = [
@@ -966,7 +986,8 @@ def test_no_step_after_the_first_is_compiled():
 
 @pytest.mark.parametrize("batch_size", [4, None])
 def test_a_step_is_compiled_once(batch_size, caplog):
-    model = (lambda parameters, x: parameters @ x), jnp.ones((2, 3))
+    # No other test has this program, which would be shared.
+    model = (lambda parameters, x: 1.0625 * (parameters @ x)), jnp.ones((2, 3))
     with jax.log_compiles():
         fit(model, (X, T), gnlin.LevenbergMarquardt(), batch_size=batch_size, steps=3)
     compiled = [r.message for r in caplog.records if "Compiling jit(call)" in r.message]

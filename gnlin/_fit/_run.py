@@ -35,6 +35,7 @@ class Run(AbstractRun):
     def __init__(
         self,
         setting: StepSettings,
+        frozen: Frozen,
         carry: Carry,
         stream: ArrayStream | IterableStream,
         epochs: int | None,
@@ -44,7 +45,7 @@ class Run(AbstractRun):
         validate_every: int | None,
         checkpoint: Checkpoint | None,
     ):
-        self._setting = setting
+        self._setting, self._frozen = setting, frozen
         arrays, self._static = split(as_handed_out(carry))
         self._now = Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
         self._stream = stream
@@ -139,10 +140,6 @@ class Run(AbstractRun):
 
     def _carry(self) -> Carry:
         return join(self._now.arrays, self._static)
-
-    @property
-    def _frozen(self) -> Frozen:
-        return self._setting.network.frozen
 
     def _tell(self, event: str) -> None:
         for callback in self._told:

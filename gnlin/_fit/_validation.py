@@ -19,15 +19,23 @@ _VALIDATION_BATCH = 1000
 
 
 class Validation:
-    """Validation data, and the loss and metrics to evaluate on them."""
+    """Validation data, and the loss and metrics to evaluate on them.
+
+    - `shared`: whether models that compute the same share a compilation.
+    """
 
     def __init__(
-        self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
+        self,
+        setting: StepSettings,
+        carry: Carry,
+        data,
+        metrics,
+        linearised: bool,
+        shared: bool,
     ):
         assert isinstance(setting.network, Network)  # groups have no validation
         inference = setting.network.in_inference()
         setting = setting._replace(network=inference, augment=None, prior=None)
-        self._fixed = setting, tuple(metrics.values()), linearised
         self._structure = carry
         names = ["loss", *metrics]
         self.columns = [f"validation_{name}" for name in names]
@@ -44,6 +52,10 @@ class Validation:
         example = self._stream.example
         for name, metric in metrics.items():
             _check_metric(name, metric, outputs, example[1])
+        if shared and isinstance(self._stream, ArrayStream) and not inference.takes_key:
+            inference = inference.canonical(carry.parameters, example[0])
+            setting = setting._replace(network=inference)
+        self._fixed = setting, tuple(metrics.values()), linearised
         self._chunks = None
         if isinstance(self._stream, ArrayStream):
             self._chunks = _chunks(example, setting.batch_size)
