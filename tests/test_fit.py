@@ -970,6 +970,30 @@ def test_images_of_whole_numbers_become_floats():
     np.testing.assert_array_equal(losses(images.astype(np.uint8)), expected)
 
 
+def test_a_batch_of_a_loader_may_have_no_weight():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(12, 3))
+    t = np.sum(x, axis=1, keepdims=True)
+    model = eqx.nn.MLP(3, 1, 4, 1, jnp.tanh, key=jax.random.key(0))
+    weights = np.ones(12)
+    weights[4:8] = 0
+    batches = [(x[k : k + 4], t[k : k + 4], weights[k : k + 4]) for k in (0, 4, 8)]
+    result = gnlin.fit(model, batches, epochs=2)
+    assert len(result.history.loss) == 6
+    np.testing.assert_array_equal(result.history.loss[[1, 4]], 0)
+    assert result.history.loss[3] < result.history.loss[0]
+    with pytest.raises(ValueError, match="All weights are zero"):
+        gnlin.fit(model, (x, t, 0 * weights), epochs=1)
+
+
+def test_a_loss_that_ignores_all_targets_is_told():
+    model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    data = np.ones((24, 3)), np.full(24, -1)
+    loss = gnlin.SoftmaxCrossEntropy(ignore_index=-1)
+    with pytest.warns(UserWarning, match="the loss is exactly zero at all steps"):
+        gnlin.fit(model, data, loss=loss, batch_size=4, epochs=2)
+
+
 def test_a_first_batch_without_a_loss_is_no_measure():
     """The loss of the others is infinitely many times its own."""
     x = np.linspace(-1, 1, 60)[:, None]

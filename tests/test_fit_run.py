@@ -772,7 +772,7 @@ MISTAKES = {
     "loss": ({"loss": "mse"}, "`loss` must be one of gnlin's"),
     "batch size 0": ({"batch_size": 0}, "`batch_size` must be a whole number"),
     "batch size 2.5": ({"batch_size": 2.5}, "`batch_size` must be a whole number"),
-    "batch size 13": ({"batch_size": 13}, "13, but there are 12 examples"),
+    "batch size 13": ({"batch_size": 13}, "13, more than the number of examples, 12"),
     "epochs 0": ({"epochs": 0}, "`epochs` must be a whole number"),
     "steps True": ({"steps": True}, "`steps` must be a whole number"),
     "steps -1": ({"steps": -1}, "`steps` must be a whole number"),

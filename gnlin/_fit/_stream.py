@@ -49,8 +49,8 @@ class ArrayStream:
         self.num_examples = jax.tree.leaves(self.example[0])[0].shape[0]
         if batch_size is not None and batch_size > self.num_examples:
             raise ValueError(
-                f"`batch_size` is {batch_size}, but there are {self.num_examples} "
-                "examples: pass `batch_size=None` to use all of them in each step."
+                f"`batch_size` is {batch_size}, more than the number of examples, "
+                f"{self.num_examples}: pass `batch_size=None` to use all in each step."
             )
         self.batch_size = batch_size
         self.num_batches = self.num_examples // (batch_size or self.num_examples)
@@ -125,7 +125,7 @@ class IterableStream:
                 f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
                 f"iterable of such batches, but it holds {a_kind_of(first)}."
             )
-        self.example = as_batch(first, name)
+        self.example = as_batch(first, name, is_whole=False)
         self._latest: deque[Data] = deque(maxlen=2)
         # The iterable may not yield its first batch a second time.
         self._begun: Iterator | None = itertools.chain([first], batches)
@@ -139,7 +139,7 @@ class IterableStream:
     def at_hand(self) -> Iterator[Data]:
         """Return all batches of a list, or the first of any other iterable."""
         batches = self._data if isinstance(self._data, list) else [self.example]
-        return (as_batch(batch, self._name) for batch in batches)
+        return (as_batch(batch, self._name, is_whole=False) for batch in batches)
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
         begun, self._begun, num_batches = self._begun, None, 0
@@ -147,7 +147,7 @@ class IterableStream:
         for index, batch in enumerate(batches):
             num_batches += 1
             if index >= first:
-                self._latest.append(as_batch(batch, self._name))
+                self._latest.append(as_batch(batch, self._name, is_whole=False))
                 yield Batch(self._latest[-1])
         if num_batches < max(first, 1):
             raise DataEnded(

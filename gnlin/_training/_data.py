@@ -14,9 +14,12 @@ from .._common._sharding import automatic, is_here
 
 
 def as_batch(
-    data: object, name: str = "data"
+    data: object, name: str = "data", *, is_whole: bool = True
 ) -> tuple[PyTree[Array], PyTree[Array], Float[Array, " n"] | None]:
-    """Return (inputs, targets, weights or None) of one batch, checked."""
+    """Return (inputs, targets, weights or None) of one batch, checked.
+
+    - `is_whole`: whether these are all data, whose weights may not all be zero.
+    """
     if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
         of_groups = "; each group must be a `gnlin.Residuals`" * isinstance(data, Mapping)
         raise ValueError(
@@ -36,7 +39,7 @@ def as_batch(
         raise ValueError("There is no data: inputs and targets hold 0 examples.")
     if len(data) == 2 or data[2] is None:
         return inputs, targets, None
-    weights = _as_weights(automatic(data[2]), num_examples)
+    weights = _as_weights(automatic(data[2]), num_examples, is_whole)
     return (*_unmasked((inputs, targets), weights), weights)
 
 
@@ -142,7 +145,7 @@ def _listed(lengths: set[int]) -> str:
     return " and ".join(map(str, sorted(lengths)))
 
 
-def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
+def _as_weights(weights: object, num_examples: int, is_whole: bool) -> Array:
     weights = _as_array("weights", weights)
     if jnp.iscomplexobj(weights):
         raise ValueError("The weights must be real, but are complex.")
@@ -154,10 +157,10 @@ def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
         )
     if not isinstance(weights, Tracer) and is_here(weights):
         known = np.asarray(weights)
-        if not (np.all(np.isfinite(known)) and np.all(known >= 0) and known.sum() > 0):
-            raise ValueError(
-                "The weights must be finite and not negative, and not all of them zero."
-            )
+        if not (np.all(np.isfinite(known)) and np.all(known >= 0)):
+            raise ValueError("The weights must be finite and not negative.")
+        if is_whole and not known.any():
+            raise ValueError("All weights are zero, so that no example has a loss.")
     return weights
 
 
