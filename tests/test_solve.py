@@ -151,6 +151,9 @@ def test_a_run_whose_loss_rises_warns():
     with pytest.warns(UserWarning, match="made 10 steps, and the loss has risen from"):
         gnlin.solve(model, (x, 2 * x), solver, max_steps=10)
     gnlin.solve(model, (x, 2 * x), solver, max_steps=9)
+    far = gnlin.IterativeLinearisation(1, 0.5)
+    with pytest.warns(UserWarning, match="made 3 steps, and the loss has risen from"):
+        gnlin.solve(model, (x, 2 * x), far, max_steps=3)
 
 
 def test_integer_targets_are_converted():

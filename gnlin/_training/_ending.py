@@ -11,10 +11,10 @@ from ._solution import losses_by_group
 from ._step import Carry, StepSettings
 
 
-# A run of fewer steps is not judged, unless it has converged.
+# A run of fewer steps is not judged, unless it has converged or is far off.
 _LOOKED_BACK = 10
-# The loss has risen if it is more than this multiple of the first loss.
-_WORSE = 2.0
+# The loss has risen, or is far off, if it is more than this multiple of the first loss.
+_WORSE, _FAR_OFF = 2.0, 100.0
 # Across batches it has also risen if the mean of the last losses exceeds the first loss,
 # and more than this part of all pairs of an early and a late loss rise.
 _RISEN = 0.9
@@ -68,8 +68,9 @@ def after_full_batch(
     if _has_not_moved(rows):
         return f"`gnlin.solve` made no step: {_NO_GRADIENT}"
     num_steps = len(losses)
-    judged = num_steps > 0 and (converged or num_steps >= _LOOKED_BACK)
-    if judged and _is_worse(float(losses[0]), last):
+    judged = converged or num_steps >= _LOOKED_BACK
+    least = _WORSE if judged else _FAR_OFF
+    if num_steps > 0 and _is_worse(float(losses[0]), last, least):
         return (
             f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
             f"{losses[0]:.4g} to {last:.4g}: use `gnlin.LevenbergMarquardt()`, more "
@@ -123,9 +124,9 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
     )
 
 
-def _is_worse(first: float, last: float) -> bool:
+def _is_worse(first: float, last: float, multiple: float = _WORSE) -> bool:
     """Whether a loss has risen far; it may be negative."""
-    return last > first + (_WORSE - 1) * abs(first)
+    return last > first + (multiple - 1) * abs(first)
 
 
 def _has_not_moved(rows: Mapping[str, np.ndarray]) -> bool:
