@@ -1439,11 +1439,12 @@ class Solved(eqx.Module):
         ),
         ({"y": 1j * Y}, "is real, and `y` is complex"),
         ({"y": np.array([object()] * 50)}, "`y` must hold numbers or arrays"),
+        ({"x": {"name": np.array(["a"] * 50)}}, r"`x\['name'\]` holds text"),
         ({"y": np.ma.masked_less(Y, 0.5)}, "`y` is a masked array, .*y.filled.np.nan"),
         ({"x": np.ma.masked_less(X, 0.5)}, "`x` is a masked array, whose mask would be"),
         ({"x": np.datetime64("2020-01-01") + np.arange(50)}, "`x` holds dates or times"),
         ({"x": [datetime.date(2020, 1, 1 + k % 9) for k in range(50)]}, "holds dates"),
-        ({"x": np.array(["a"] * 50)}, "numbers or arrays, but an array of <U1 was given"),
+        ({"x": np.array(["a"] * 50)}, "`x` holds text: convert numbers by"),
         ({"x": np.where(X[3] == X, np.nan, X)}, "`x` has a missing value"),
         ({"sigma": {"a": 1.0}}, "`sigma` must be one number, have the shape of `y`"),
         (

@@ -18,7 +18,11 @@ _TIMES = datetime.date, datetime.time, datetime.timedelta
 
 def as_x(x: PyTree[Any]) -> PyTree[Array]:
     """Convert x to a pytree of arrays."""
-    return jax.tree.map(lambda value: as_array(value, "x"), columns_of(x))
+
+    def of_leaf(path, value):
+        return as_array(value, f"x{jax.tree_util.keystr(path)}")
+
+    return jax.tree_util.tree_map_with_path(of_leaf, columns_of(x))
 
 
 def columns_of(x: PyTree[Any]) -> PyTree[Any]:
@@ -64,6 +68,11 @@ def as_array(value: Any, name: str) -> Array:
             raise ValueError(
                 f"`{name}` holds dates or times: pass numbers, such as days, which for a "
                 f'NumPy array are `({name} - {name}[0]) / np.timedelta64(1, "D")`.'
+            ) from error
+        if isinstance(first, str) and hasattr(value, "dtype"):
+            raise ValueError(
+                f"`{name}` holds text: convert numbers by `{name}.astype(float)`, and "
+                f"categories to indices by `np.unique({name}, return_inverse=True)[1]`."
             ) from error
         of_model = " (for a model, those from `eqx.partition`)" * callable(value)
         given = f"an array of {known.dtype}" if hasattr(value, "dtype") else repr(value)
