@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from ._curve import rounding
 from ._parameters import name_of
-from ._runs import is_known
+from ._runs_test import is_known
 
 
 if TYPE_CHECKING:

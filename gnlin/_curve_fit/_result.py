@@ -25,7 +25,7 @@ from ._ending import are_determined, complaint, reason
 from ._problem import FitSettings, Posed
 from ._profiles import profiles
 from ._report import names_of, report
-from ._runs import is_known, runs_test, signs_of
+from ._runs_test import is_known, runs_test, signs_of
 from ._statistics import Fitted
 
 
