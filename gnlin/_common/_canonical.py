@@ -78,14 +78,24 @@ class _Traced:
 _of_functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+def memory_of(fn: Callable[..., Any]) -> dict[Hashable, Any]:
+    """Return what is remembered of a plain function, by the kinds of its arguments."""
+    is_kept = isinstance(fn, types.FunctionType)
+    return _of_functions.setdefault(fn, {}) if is_kept else {}
+
+
+def kind_of(args: PyTree[Any]) -> Hashable:
+    """Return the shapes and dtypes of arguments, and JAX's settings."""
+    leaves, structure = jax.tree.flatten(args)
+    kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+    return structure, tuple(kinds), _settings()
+
+
 def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     """Trace a function for arguments of these shapes. A function object is traced only
     once, and keeps the values that it closed over then, as under `jax.jit`."""
-    is_kept = isinstance(fn, types.FunctionType)
-    programs = _of_functions.setdefault(fn, {}) if is_kept else {}
-    leaves, structure = jax.tree.flatten(args)
-    kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    kind = structure, tuple(kinds), _settings()
+    programs, kind = memory_of(fn), kind_of(args)
+    structure = jax.tree.structure(args)
     if kind in programs:
         return programs[kind]
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._common._canonical import Program, program_of
+from .._common._canonical import kind_of, memory_of, Program, program_of
 from .._common._precision import cast, full_precision, with_floats
 from .._common._tree import ravel_pytree
 
@@ -74,8 +74,12 @@ class Curve(eqx.Module):
         parameters = eqx.combine(free, fixed)
         is_plain = jax.tree_util.all_leaves([self.f])
         trace = program_of if is_plain else jax.eval_shape
+        memory, kind = memory_of(self.f), ("dtypes of x", kind_of((parameters, x)))
         with full_precision():
-            dtypes = with_floats(functools.partial(trace, self.f, parameters), x)
+            if kind not in memory:
+                called = functools.partial(trace, self.f, parameters)
+                memory[kind] = with_floats(called, x)
+            dtypes = memory[kind]
             x = jax.eval_shape(functools.partial(cast, dtypes=dtypes), x)
             f = program_of(self.f, parameters, x) if is_plain else self.f
         return Curve(f, dtypes)
