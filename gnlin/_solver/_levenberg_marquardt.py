@@ -284,8 +284,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         step = _tree.where(found, tried.step, _tree.zeros_like(tried.step))
         point = lin.moved(step)
         outputs = _tree.where(found, tried.outputs, lin.outputs)
-        iterations = tried.num_inner_steps / jnp.maximum(tried.num_tried, 1)
-        iterations = iterations.astype(trials.memory.num_iterations.dtype)
+        dtype = trials.memory.num_iterations.dtype
+        num_trials = jnp.maximum(tried.num_tried.astype(dtype), 1)
+        iterations = tried.num_inner_steps.astype(dtype) / num_trials
         memory = dataclasses.replace(
             trials.memory,
             state=tried.state,
