@@ -447,3 +447,16 @@ def test_the_standard_error_of_a_trace_is_not_too_small(slow_decay):
     error = np.sqrt(np.mean((values - expected) ** 2))
     assert 0.3 * np.mean(said) < error < 1.2 * np.mean(said)
     assert np.mean(np.abs(values - expected) > 2 * said) < 0.1
+
+
+def test_leading_eigenvalues_have_no_reverse_mode():
+    phi = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4)))
+
+    def largest(scale):
+        lin = gnlin.linearise(lambda y, _: scale * phi @ y, jnp.zeros(4))
+        return gnlin.spectra.leading(lin, 1).eigenvalues[0]
+
+    expected = 2 * np.linalg.norm(phi, 2) ** 2
+    assert jax.jvp(largest, (1.0,), (1.0,))[1] == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(RuntimeError, match=r"no reverse-mode .* use `jax.jvp`"):
+        jax.grad(largest)(1.0)

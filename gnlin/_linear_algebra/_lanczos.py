@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Scalar, ScalarLike
 
 from .._common import _tree
+from .._common._checks import forwards_only
 from .._common._tree import matmul
 from . import _lapack
 
@@ -264,6 +265,7 @@ def leading(
             converged=jnp.array(False),
         ),
     )
+    state = forwards_only(state)
     return Leading(
         _unless_rounding(state.values[:k]),
         matmul(state.rotation[:, :k].T, state.basis.vectors),
