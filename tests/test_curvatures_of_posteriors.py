@@ -227,3 +227,33 @@ def test_mistakes():
             curvature="kronecker",
             from_zero=True,
         )
+
+
+@pytest.mark.parametrize("curvature", ["full", "kronecker"])
+def test_derivatives_of_a_variance_where_eigenvalues_are_zero(curvature):
+    """By the model, which moves the curvature, by new inputs, and by both."""
+    model, inputs, labels, test = case("convolution", n=3)
+
+    @jax.jit
+    def variance(scale, along):
+        scaled = jax.tree.map(lambda x: scale * x if eqx.is_array(x) else x, model)
+        posterior = gnlin.predict.posterior(
+            scaled,
+            (inputs, labels),
+            loss=gnlin.SoftmaxCrossEntropy(),
+            prior=0.7,
+            curvature=curvature,
+        )
+        return jnp.sum(jnp.sin(posterior(along * test).variance))
+
+    slope = jax.jit(jax.grad(variance, (0, 1)))
+    both = lambda s, t: jax.jvp(lambda s: slope(s, t), (s,), (1.0,))
+    by_each, by_both = jax.jit(both)(1.1, 1.0)
+    h = 1e-5
+    differences = [
+        (variance(1.1 + h, 1.0) - variance(1.1 - h, 1.0)) / (2 * h),
+        (variance(1.1, 1.0 + h) - variance(1.1, 1.0 - h)) / (2 * h),
+    ]
+    np.testing.assert_allclose(by_each, differences, rtol=1e-6)
+    ends = slope(1.1 + h, 1.0), slope(1.1 - h, 1.0)
+    np.testing.assert_allclose(by_both, np.subtract(*ends) / (2 * h), rtol=1e-6)

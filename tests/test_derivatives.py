@@ -99,6 +99,35 @@ def test_the_step_of_a_filter_where_singular_values_are_equal(
     np.testing.assert_allclose(found, wanted, atol=tolerance * size, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "shape", "dtype"),
+    [
+        (first, second, SHAPES[i + j], DTYPES[(i + j) % 2])
+        for i, first in enumerate(MODES)
+        for j, second in enumerate(MODES)
+    ],
+)
+def test_second_derivatives_where_singular_values_are_equal(first, second, shape, dtype):
+    b = jnp.arange(1, shape[0] + 1, dtype=dtype) / 3
+
+    def ours(a):
+        phi, r = jacobian(a[:2], shape), b * (1 + a[2])
+        lin = gnlin.linearise(lambda y, _: phi @ y + r, jnp.zeros(shape[1], dtype))
+        return jnp.sum(jnp.sin(lin.spectrum().step(Tikhonov(0.3 + a[3]))))
+
+    def expected(a):
+        step = damped(jacobian(a[:2], shape), b * (1 + a[2]), 0.3 + a[3])
+        return jnp.sum(jnp.sin(step))
+
+    zero = jnp.zeros(4, dtype)
+    both = jax.jit(lambda a: (second(first(ours))(a), jax.hessian(expected)(a)))
+    found, wanted = map(np.asarray, both(zero))
+    tolerance = 1e-11 if dtype == jnp.float64 else 1e-4
+    np.testing.assert_allclose(
+        found, wanted, atol=tolerance * np.abs(wanted).max(), rtol=0
+    )
+
+
 def residuals(y, a):
     """Nonlinear in `y`; at the start with `a = 0` it has equal singular values."""
     phi = jacobian(a[:4], (5, 3))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from .._common import _tree
@@ -27,6 +28,8 @@ def _(primals, tangents):
     formula, value, *args = primals
     _, _, *moved = tangents
     _, tangent = eqx.filter_jvp(formula, args, moved)
+    # The value is differentiated again for second derivatives.
+    value = with_derivative_of(formula, value, *args)
     return value, _tree.cast_like(tangent, value)
 
 
@@ -46,19 +49,24 @@ def _of_matrix_jvp(primals, tangents):
         Y. Daleckii and S. Krein (1965); N. Higham, *Functions of matrices* (2008),
         theorem 3.11.
     """
-    filter, _, vector, w, q = primals
+    filter, matrix, vector, w, q = primals
     moved_filter, moved_matrix, moved_vector, *_ = tangents
-    c, g = matmul(q.T, vector), filter(w)
-    moved = jnp.zeros_like(c)
+    moved = jnp.zeros_like(vector)
     if moved_matrix is not None:
         rotated = matmul(q.T, matmul(moved_matrix, q))
-        moved += matmul(_divided_differences(filter, w) * rotated, c)
+        along = _divided_differences(filter, w) * rotated
+        moved += matmul(q, matmul(along, matmul(q.T, vector)))
+    # These are differentiated again for second derivatives.
     if moved_vector is not None:
-        moved += g * matmul(q.T, moved_vector)
+        moved += of_matrix(filter, matrix, moved_vector, w, q)
     if jax.tree.leaves(moved_filter):
-        _, change = eqx.filter_jvp(lambda f: f(w), (filter,), (moved_filter,))
-        moved += change * c
-    return matmul(q, g * c), matmul(q, moved)
+        change = Partial(_change, filter, moved_filter)
+        moved += of_matrix(change, matrix, vector, w, q)
+    return of_matrix(*primals), moved
+
+
+def _change(filter: Function, moved: Function, w: Float[Array, " k"]):
+    return eqx.filter_jvp(lambda f: f(w), (filter,), (moved,))[1]
 
 
 def _divided_differences(filter: Function, w: Float[Array, " k"]) -> Float[Array, "k k"]:

@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import first_line, is_own
+from .._common._checks import first_line, is_own, is_zero
 from .._common._sharding import is_here
 from .._common._tree import gram_of_columns, matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
@@ -378,9 +378,28 @@ def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: _Origin):
     """Return the step as a formula that needs no derivatives of the eigenvectors."""
     jacobian, r, pairs = origin.jacobian, origin.residual, (eigenvalues, origin.vectors)
     if origin.on_outputs:
-        return jacobian.pull_back(-of_matrix(filter, jacobian.gram(), r, *pairs))
+        return jacobian.pull_back(-filtered(filter, jacobian.gram(), r, *pairs))
     gradient, unravel = ravel_pytree(jacobian.pull_back(r))
-    return unravel(-of_matrix(filter, jacobian.curvature(), gradient, *pairs))
+    return unravel(-filtered(filter, jacobian.curvature(), gradient, *pairs))
+
+
+def filtered(
+    filter: Filter,
+    matrix: Float[Array, "k k"],
+    vector: Float[Array, " k"],
+    w: Float[Array, " k"],
+    vectors: Float[Array, "k k"],
+) -> Float[Array, " k"]:
+    """Return $g(A) b$ for a symmetric matrix A with known eigenpairs, as a formula that
+    needs no derivatives of them."""
+    if not isinstance(filter, Tikhonov) or is_zero(filter.damping):
+        return of_matrix(filter, matrix, vector, w, vectors)
+    # As the solution of a linear system it has derivatives of every order.
+    damping = jnp.asarray(filter.damping, w.dtype)
+    matrix, vector = matrix.astype(w.dtype), vector.astype(w.dtype)
+    product = lambda x: matmul(matrix, x) + damping * x
+    solve = lambda _, b: matmul(vectors, filter(w) * matmul(vectors.T, b))
+    return jax.lax.custom_linear_solve(product, vector, solve, symmetric=True)
 
 
 def _project_singular(q, u, residual):

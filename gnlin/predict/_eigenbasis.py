@@ -11,10 +11,10 @@ from .._common._cost import rates
 from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian, Cost
 from .._linear_algebra import _lapack, _small_svd
-from .._linear_algebra._derivatives import of_matrix, with_derivative_of
+from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter
+from .._linearisation._spectrum import Filter, filtered
 from ..filters import Tikhonov
 from ..spectra import leading
 
@@ -291,7 +291,7 @@ class _OnSmallerSide(eqx.Module):
         return _OnSmallerSide(matrix, jnp.maximum(w, 0), vectors, on_outputs=m <= p)
 
     def filtered(self, filter: Filter, vector: Float[Array, " k"]) -> Float[Array, " k"]:
-        return of_matrix(filter, self.matrix, vector, self.eigenvalues, self.vectors)
+        return filtered(filter, self.matrix, vector, self.eigenvalues, self.vectors)
 
 
 def _change(

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
-from .._common._tree import einsum, matmul
+from .._common._tree import matmul
 from .._jacobian import AbstractBlock, AbstractJacobian, grouped, Layer, Rows
 from .._linear_algebra import _lapack
+from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._quadratic import Quadratic
 
 
@@ -20,12 +21,14 @@ class Factors(eqx.Module):
     the partial traces of the exact curvature, by eigenvectors of both.
 
     - `eigenvalues`: of the product.
+    - `traces`: A and B.
     - `axes`: the axes of the array that belong to A, then those that belong to B.
     """
 
     eigenvalues: Float[Array, "o q"]
     left: Float[Array, "o o"]
     right: Float[Array, "q q"]
+    traces: tuple[Float[Array, "o o"], Float[Array, "q q"]]
     axes: tuple[int, ...] = eqx.field(static=True)
 
     @staticmethod
@@ -36,12 +39,27 @@ class Factors(eqx.Module):
         trace = jnp.sum(w)
         safe = jnp.where(trace > 0, trace, 1)
         w, v = jnp.maximum(w, 0) / safe, jnp.maximum(v, 0)
-        return Factors(w[:, None] * v[None], left, right, axes)
+        return Factors(w[:, None] * v[None], left, right, traces, axes)
 
-    def rotated(self, array: Array) -> Float[Array, "o q"]:
-        """Return an array of parameters in the basis of the eigenvectors."""
+    def inverse_norm(self, array: Array, damping: Scalar) -> Scalar:
+        r"""Return $\lambda\,g^\top(C + \lambda I)^{-1} g$ for an array g of the shape of
+        the parameters. Eigenvectors have no derivatives where eigenvalues are equal, so
+        the solution is differentiated as that of a linear system."""
         matrix = array.transpose(self.axes).reshape(self.eigenvalues.shape)
-        return matmul(matmul(self.left.T, matrix), self.right)
+        a, b = self.traces
+        trace = jnp.trace(a)
+        safe = jnp.where(trace > 0, trace, 1)
+
+        def damped(x: Float[Array, "o q"]) -> Float[Array, "o q"]:
+            return matmul(matmul(a, x), b) / safe + damping * x
+
+        def solve(_, x: Float[Array, "o q"]) -> Float[Array, "o q"]:
+            rotated = matmul(matmul(self.left.T, x), self.right)
+            rotated = rotated / (self.eigenvalues + damping)
+            return matmul(matmul(self.left, rotated), self.right.T)
+
+        solution = jax.lax.custom_linear_solve(damped, matrix, solve, symmetric=True)
+        return damping * jnp.sum(matrix * solution)
 
 
 class Kronecker(eqx.Module):
@@ -96,23 +114,39 @@ class Kronecker(eqx.Module):
         for group in (*groups, *([k] for k in left)):
             other, total = other.in_turn(total)
             for k, block in zip(group, other.blocks(group), strict=True):
-                factors = self.factors[k]
+                factors, block = self.factors[k], _factored(block)
                 unknown = damping / (factors.eigenvalues + damping)
                 bases = factors.left, factors.right
-                total += _factored(block).weighted_squares(*bases, unknown)
+                found = block.weighted_squares(*bases, unknown)
+                args = block, factors, damping
+                total += with_derivative_of(_variance, found, *args)
         return jnp.zeros_like(total), total
 
     def inverse_norm(self, vector: PyTree[Array], damping: Scalar) -> Scalar:
         r"""Return $\lambda\,g^\top(C + \lambda I)^{-1} g$ for a `vector` $g$ like the
         parameters, where $C$ is the curvature."""
         return _tree.summed(
-            einsum("oq,oq->", x.rotated(g) ** 2, damping / (x.eigenvalues + damping))
+            x.inverse_norm(g, damping)
             for x, g in zip(self.factors, jax.tree.leaves(vector), strict=True)
         )
 
     def misfit(self, damping: Scalar) -> Scalar:
         r"""Return $\lVert r\rVert^2/\lambda + \lVert\theta\rVert^2$."""
         return self.squared_residual / damping + self.squared_distance
+
+
+def _variance(
+    block: Layer | Rows, factors: Factors, damping: Scalar
+) -> Float[Array, " m"]:
+    """Return what `weighted_squares` does in `predicted`, as a formula to be
+    differentiated. It makes the rows of one example at a time."""
+
+    @jax.checkpoint
+    def of_example(example: Layer | Rows) -> Float[Array, " c"]:
+        rows = jax.tree.map(lambda x: x[None], example).rows()
+        return jax.vmap(lambda row: factors.inverse_norm(row, damping))(rows)
+
+    return jax.lax.map(of_example, block).reshape(-1)
 
 
 def _factored(block: AbstractBlock) -> Layer | Rows:
