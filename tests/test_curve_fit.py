@@ -185,6 +185,39 @@ def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
         fit.derived("a")
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_determined_quantity_beside_undetermined_parameters(dtype):
+    with jax.enable_x64(dtype == np.float64):
+        x = np.arange(5, dtype=dtype)
+        y = np.array([1, 3.1, 4.9, 7, 9.1], dtype)
+        start = {"a": dtype(1), "b": dtype(2), "c": dtype(0)}
+        with pytest.warns(UserWarning, match="do not determine"):
+            fit = gnlin.curve_fit(lambda p, x: p["a"] * p["b"] * x + p["c"], x, y, start)
+        _, error = fit.derived(lambda p: p)
+        np.testing.assert_allclose(error["c"], fit.standard_errors["c"], rtol=1e-4)
+        assert np.isinf(error["a"])
+        assert np.isinf(error["b"])
+        mean, low, high = fit.band(x)
+        # A line by SciPy has the same band.
+        slope, cut = np.polyfit(x, y, 1)
+        np.testing.assert_allclose(mean, slope * x + cut, rtol=1e-4)
+        spread = np.sum((y - slope * x - cut) ** 2) / 3
+        of_x = spread * (1 / 5 + (x - 2.0) ** 2 / 10)
+        width = scipy.stats.t.ppf(0.975, 3) * np.sqrt(of_x)
+        np.testing.assert_allclose((high - low) / 2, width, rtol=1e-3)
+
+
+def test_a_band_is_finite_at_the_data_of_a_curve_of_low_rank():
+    with jax.enable_x64(False):
+        x = np.linspace(0, 5, 30, dtype=np.float32)
+        powers = lambda p, x: sum(p[k] * x**k for k in range(9))
+        y = np.sin(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit = gnlin.curve_fit(powers, x, y, np.zeros(9, np.float32))
+        assert np.isfinite(fit.band(x).high).all()
+
+
 def test_a_band_is_infinite_where_the_data_do_not_determine_the_curve():
     x = {"x": X, "other": np.zeros(50)}
     y = 2 * X + NOISE
@@ -1790,6 +1823,62 @@ def test_indices_in_x_stay_whole_numbers(heights, in_parts):
         fit = gnlin.curve_fit(curve, {"of": of, "t": t}, y, start, in_parts=in_parts)
     np.testing.assert_allclose(fit.parameters["heights"], [2, 3], rtol=1e-8)
     np.testing.assert_allclose(fit.parameters["rate"], 0.2, rtol=1e-8)
+
+
+def by_hash(p, x):
+    return p[(x * jnp.uint32(2654435761)) >> jnp.uint32(31)]
+
+
+def by_bits(p, x):
+    return jnp.unpackbits(x[:, None], axis=1, count=2).astype(float) @ p
+
+
+def by_seed(p, x):
+    return p[0] + p[1] * jax.vmap(lambda k: jax.random.normal(jax.random.key(k)))(x)
+
+
+def by_name(p, x):
+    return jnp.where(x == 2**24 + 1, p[1], p[0])
+
+
+def by_bin(p, x):
+    return p[jnp.floor(x / 10).astype(int)]
+
+
+@pytest.mark.parametrize(
+    ("f", "x"),
+    [
+        (by_hash, np.arange(12, dtype=np.uint32) * 357_913_941),
+        (by_bits, np.arange(4, dtype=np.uint8) << 6),
+        (by_seed, np.arange(6)),
+        (by_name, 2**24 + np.arange(2)),
+        (by_bin, np.arange(20)),
+    ],
+    ids=["hash", "bits", "seeds", "names", "bins"],
+)
+def test_a_function_that_needs_whole_numbers_gets_them(f, x):
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        expected = np.float32([1.5, 4])
+        y = f(jnp.asarray(expected), jnp.asarray(x))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the names differ by their rounding
+            fit = gnlin.curve_fit(f, x, y, np.zeros(2, np.float32), sigma=0.1)
+        np.testing.assert_allclose(fit.parameters, expected, rtol=1e-5)
+
+
+def test_columns_of_whole_numbers_that_a_function_joins():
+    def f(p, x):
+        warnings.warn("an old function", DeprecationWarning, stacklevel=2)
+        both = jnp.concatenate([x["u"], x["v"]])
+        return p[0] + p[1] * both**3 / 1e9
+
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        x = {"u": np.arange(2000), "v": np.arange(2000, 4000)}
+        y = 1 + 2e-9 * np.arange(4000.0) ** 3
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit = gnlin.curve_fit(f, x, y, np.zeros(2, np.float32))
+        np.testing.assert_allclose(fit.parameters, [1, 2], rtol=1e-3)
 
 
 def test_a_model_with_whole_numbers_as_x():

@@ -81,7 +81,7 @@ def num_flops(jaxpr: Jaxpr) -> float:
 def primitives_of(jaxpr: Jaxpr) -> set[Primitive]:
     """Return all primitives of a program, and of the programs within it."""
     found = {equation.primitive for equation in jaxpr.eqns}
-    inner = (_inner_jaxprs(equation.params) for equation in jaxpr.eqns)
+    inner = (inner_jaxprs(equation.params) for equation in jaxpr.eqns)
     return found.union(*(primitives_of(each) for every in inner for each in every))
 
 
@@ -89,7 +89,7 @@ def bytes_made(jaxpr) -> tuple[int, int]:
     """Return the bytes of all intermediate results of a program, and of the largest."""
     total, largest = 0, 0
     for equation in jaxpr.eqns:
-        inner = [bytes_made(inner) for inner in _inner_jaxprs(equation.params)]
+        inner = [bytes_made(inner) for inner in inner_jaxprs(equation.params)]
         own = [v.aval.size * v.aval.dtype.itemsize for v in equation.outvars]
         made = equation.params.get("length", 1) * sum(x for x, _ in inner)
         total += made if inner else sum(own)
@@ -98,7 +98,7 @@ def bytes_made(jaxpr) -> tuple[int, int]:
 
 
 def _of_equation(equation) -> float:
-    inner = [num_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
+    inner = [num_flops(jaxpr) for jaxpr in inner_jaxprs(equation.params)]
     if inner:
         return sum(inner) * equation.params.get("length", 1)  # the length of a scan
     size = sum(math.prod(v.aval.shape) for v in equation.outvars)
@@ -114,7 +114,7 @@ def _of_equation(equation) -> float:
     return float(size)
 
 
-def _inner_jaxprs(params) -> list:
+def inner_jaxprs(params) -> list:
     found = []
     for value in params.values():
         for part in value if isinstance(value, tuple | list) else (value,):

@@ -26,6 +26,8 @@ class Covariance(NamedTuple):
     - `directions`: the directions that do not change the residuals, one in a row; the
         other rows are zero.
     - `is_whole`: whether no negative curvature of the loss had to be left out.
+    - `units`: the lengths of the Jacobian's columns; infinite for parameters not free.
+    - `rounding`: the part of a function that may lie in `directions` by rounding.
     """
 
     factor: Float[Array, "k k"]
@@ -33,6 +35,8 @@ class Covariance(NamedTuple):
     determined: Bool[Array, " k"]
     directions: Float[Array, "k k"]
     is_whole: Bool[Array, ""]
+    units: Float[Array, " k"]
+    rounding: Float[Array, ""]
 
     def matrix(self, variance: Scalar) -> Float[Array, "k k"]:
         """Return the covariance. For undetermined parameters it is infinite on the
@@ -46,9 +50,9 @@ class Covariance(NamedTuple):
         """Return the variances of n linear functions of the parameters. They are infinite
         for functions that the residuals do not determine."""
         known = variance * jnp.sum(matmul(matrix, self.factor) ** 2, axis=1)
-        change = jnp.abs(matmul(matrix, self.directions.T))
-        largest = matmul(jnp.abs(matrix), jnp.abs(self.directions.T))
-        is_determined = jnp.all(change <= _PART * largest, axis=1)
+        change = jnp.linalg.norm(matmul(matrix, self.directions.T), axis=1)
+        whole = jnp.linalg.norm(matrix / self.units[None], axis=1)
+        is_determined = change <= self.rounding * whole
         return jnp.where(is_determined, known, jnp.inf)
 
     def less(
@@ -99,7 +103,17 @@ def covariance(
     directions = jnp.where(free[None] & finite, parts / units[None], 0)
     rank = jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0)
     factor = jnp.where(finite, factor, jnp.nan)
-    return Covariance(factor, rank, ~undetermined, directions, jnp.array(True))
+    eps = jnp.finfo(jacobian.dtype).eps
+    rounding = jnp.maximum(_PART, jnp.sqrt(m) * length * eps).astype(jacobian.dtype)
+    return Covariance(
+        factor,
+        rank,
+        ~undetermined,
+        directions,
+        is_whole=jnp.array(True),
+        units=jnp.where(free, units, jnp.inf),
+        rounding=rounding,
+    )
 
 
 @jax.custom_jvp

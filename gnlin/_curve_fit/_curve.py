@@ -1,6 +1,5 @@
 """The data set of a fit and the function that is fitted, both flattened to vectors."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._canonical import kind_of, memory_of, Program, program_of
-from .._common._precision import cast, full_precision, with_floats
+from .._common._precision import full_precision
 from .._common._tree import ravel_pytree
+from ._whole_numbers import cast, shaped, whole_numbers, with_floats
 
 
 # Residuals below this multiple of the rounding of y are noise.
@@ -55,7 +55,7 @@ class Curve(eqx.Module):
     of all, with `None` in place of the others."""
 
     f: Callable[[Any, Any], PyTree]
-    # The dtypes of the leaves of x with which `f` is called, known after `on`.
+    # The dtypes of the leaves of x with which `f` is called, if they differ from x's.
     dtypes: tuple[np.dtype, ...] | None = eqx.field(static=True, default=None)
 
     def __call__(self, free: PyTree, fixed: PyTree, x: PyTree) -> Float[Array, " m"]:
@@ -73,14 +73,20 @@ class Curve(eqx.Module):
         already, and is not traced."""
         parameters = eqx.combine(free, fixed)
         is_plain = jax.tree_util.all_leaves([self.f])
-        trace = program_of if is_plain else jax.eval_shape
-        memory, kind = memory_of(self.f), ("dtypes of x", kind_of((parameters, x)))
+        whole, dtypes = whole_numbers(x), None
+
+        def trace(x):
+            if is_plain:
+                return program_of(self.f, parameters, x).traced.jaxpr
+            return jax.make_jaxpr(self.f)(parameters, x).jaxpr
+
         with full_precision():
-            if kind not in memory:
-                called = functools.partial(trace, self.f, parameters)
-                memory[kind] = with_floats(called, x)
-            dtypes = memory[kind]
-            x = jax.eval_shape(functools.partial(cast, dtypes=dtypes), x)
+            if whole:
+                memory, kind = memory_of(self.f), (whole, kind_of((parameters, x)))
+                if kind not in memory:
+                    memory[kind] = with_floats(trace, x, whole)
+                dtypes = memory[kind]
+                x = shaped(x, dtypes)
             f = program_of(self.f, parameters, x) if is_plain else self.f
         return Curve(f, dtypes)
 

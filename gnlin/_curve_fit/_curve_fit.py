@@ -70,7 +70,8 @@ def curve_fit(
     - `f`: a function `f(parameters, x)` of JAX operations, which returns all of y at
         once. If it is complex, the real and imaginary parts are fitted.
     - `x`: a pytree of arrays, which is passed to `f`. A data frame becomes a dictionary
-        of its columns, and whole numbers become floats unless `f` uses them as indices.
+        of its columns. Whole numbers become floats, unless `f` needs them as such (for
+        indices or seeds), or floats cannot hold them.
     - `y`: the data, of the shape that `f` returns; or `None` if `x` yields parts of the
         data, tuples `(x, y)` or `(x, y, sigma)`. With one more leading axis, `y` is
         several data sets: one program fits them all, and every result has this axis too.

@@ -232,7 +232,7 @@ class CurveFit(eqx.Module):
             pytree of real arrays, by JAX operations.
 
         **Returns:** `(value, standard_error)`. An error is infinite if the data do not
-        determine the value.
+        determine the value, and holds for given values of parameters at a bound.
 
         !!! example
 
@@ -243,7 +243,11 @@ class CurveFit(eqx.Module):
         check_callable("fn", fn, "a function of the parameters", "lambda p: p['a'] ** 2")
         self._check_is_one("derived")
         fixed, known = self._setting.fixed, self._end.covariance
-        lin = linearise(lambda free, _: fn(eqx.combine(free, fixed)), self._free)
+
+        def of_free(free, _):
+            return jax.tree.map(jnp.asarray, fn(eqx.combine(free, fixed)))
+
+        lin = linearise(of_free, self._free)
         variances = known.variances(lin.matrix(), self._end.factor(self._setting))
         unravel = _tree.Structure.of(lin.outputs).unravel
         return Estimate(lin.outputs, unravel(jnp.sqrt(variances)))

@@ -130,7 +130,8 @@ class Saver:
             warnings.warn(
                 f"{path} was written with jax {there['jax']}, and here it is "
                 f"{here['jax']}: the run is resumed, but its numbers may differ in "
-                "rounding, and whether the model's code is the same is not known.",
+                "rounding. Whether the numbers of an optimiser, and the code of the "
+                "model, the loss and `augment`, are the same is not known.",
                 stacklevel=6,
             )
             return

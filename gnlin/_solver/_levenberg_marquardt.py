@@ -62,8 +62,9 @@ _TOLERANCE = 0.1
 # given. A classifier takes up to a hundred, until its loss is so small that single
 # precision resolves no step; then tens of thousands change nothing. An equation on a grid
 # of 64 x 64 points takes thousands. So for squared error the limit is this multiple of
-# the iterations of the last step that lowered the loss, if that is more.
-_MOST_ON_ALL_DATA, _MORE_ITERATIONS = 300, 2
+# the iterations of the last step that lowered the loss, if that is more, and at most the
+# last multiple of the number of parameters.
+_MOST_ON_ALL_DATA, _MORE_ITERATIONS, _MORE_OF_ALL = 300, 2, 10
 
 
 class _Memory(eqx.Module):
@@ -238,13 +239,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
             else:
                 lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
-        # The Jacobian is in memory now, but it has taken these passes.
+        # With scales the Jacobian is in memory now, but it has taken these passes.
         measured = Measured.of(problem, scaling, memory.scale)._replace(passes=cost.rows)
         problem = measured.problem
         subproblem = measured.chosen(problem, kind, rule.num_trials, method)
         memory = dataclasses.replace(memory, scale=measured.memory(scaling))
         if way.stops_early:
-            memory, subproblem = self._truncated(objective, subproblem, memory)
+            memory, subproblem = self._truncated(objective, subproblem, memory, p)
 
         inverse = None
         if lin.box is not None and scaling != "identity" and p <= _MOST_WIDE * m:
@@ -328,6 +329,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         objective: AbstractObjective,
         subproblem: AbstractSubproblem,
         memory: _Memory,
+        size: int,
     ) -> tuple[_Memory, AbstractSubproblem]:
         """Return the memory, and the subproblem with a tolerance for conjugate gradients.
         The tolerance falls with the gradient, for superlinear convergence (Nocedal and
@@ -344,8 +346,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if self.tolerance is None:
             most = _MOST_ON_ALL_DATA
             if objective.is_quadratic:
-                more = (_MORE_ITERATIONS * memory.num_iterations).astype(int)
-                most = jnp.maximum(most, more)
+                more = _MORE_ITERATIONS * memory.num_iterations
+                more = jnp.minimum(more, _MORE_OF_ALL * size)
+                most = jnp.maximum(most, more.astype(int))
         return memory, subproblem.truncated(tolerance, most)
 
     def _rule(self, y: PyTree[Array]) -> AbstractDamping:

@@ -2,7 +2,6 @@
 these that an example reads."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from jaxtyping import Array, Key, PyTree
 
 from .._common._canonical import canonical, of_one_example
 from .._common._checks import first_line, is_own
-from .._common._precision import cast, full_precision, with_floats
+from .._common._precision import full_precision
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
 from ._model import Frozen
 
@@ -114,9 +113,7 @@ def _residuals(
 ):
     try:
         with full_precision():
-            call = functools.partial(fn, frozen.in_training(parameters))
-            trace = functools.partial(eqx.filter_eval_shape, call)
-            residuals = call(cast(example, with_floats(trace, example)))
+            residuals = fn(frozen.in_training(parameters), example)
     except (IndexError, TypeError, ValueError) as error:
         if is_own(error):
             raise

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import canonical, of_one_example
 from .._common._checks import explains_itself, first_line
 from .._common._convolutions import channels_last
-from .._common._precision import cast, full_precision, with_floats
+from .._common._precision import full_precision
 from .._jacobian import PerExample
 from .._linearisation._linearisation import check_parameters
 
@@ -178,14 +178,9 @@ def _in_dtypes(tree: PyTree, dtypes: tuple[np.dtype, ...]) -> PyTree:
 
 def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
     """Call a model on one example's input, and explain its errors."""
-    fn = _function_of(model)
-
-    def trace(x):
-        return eqx.filter_eval_shape(fn, x, *args, **kwargs)
-
     try:
         with full_precision():
-            return fn(cast(x, with_floats(trace, x)), *args, **kwargs)
+            return _function_of(model)(x, *args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         if "wrapped with `filter_vmap`" in str(error):
             raise ValueError(_INSIDE) from error

@@ -18,7 +18,7 @@ from .._linearisation._objective import GroupLosses, objective_of
 from .._subproblem import check_method, choose, Method
 from .._training._data import a_kind_of, as_inputs
 from .._training._group_network import GroupNetwork
-from .._training._model import Frozen
+from .._training._model import Frozen, in_single
 from .._training._residuals import (
     as_groups,
     Groups,
@@ -240,7 +240,7 @@ class Correction(eqx.Module):
 
 
 def _own(model: Callable[[Any], PyTree[Array]], x: Any) -> PyTree[Array]:
-    return model(x)
+    return model(in_single(x))
 
 
 @eqx.filter_jit
