@@ -980,14 +980,6 @@ def test_a_batch_of_a_loader_may_have_no_weight():
         gnlin.fit(model, (x, t, 0 * weights), epochs=1)
 
 
-def test_a_loss_that_ignores_all_targets_is_told():
-    model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
-    data = np.ones((24, 3)), np.full(24, -1)
-    loss = gnlin.SoftmaxCrossEntropy(ignore_index=-1)
-    with pytest.warns(UserWarning, match="the loss is exactly zero at all steps"):
-        gnlin.fit(model, data, loss=loss, batch_size=4, epochs=2)
-
-
 def test_a_first_batch_without_a_loss_is_no_measure():
     """The loss of the others is infinitely many times its own."""
     x = np.linspace(-1, 1, 60)[:, None]

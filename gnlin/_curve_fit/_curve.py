@@ -56,7 +56,7 @@ class Curve(eqx.Module):
 
     f: Callable[[Any, Any], PyTree]
     # The dtypes of the leaves of x with which `f` is called, if they differ from x's.
-    dtypes: tuple[np.dtype, ...] | None = eqx.field(static=True, default=None)
+    dtypes: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     def __call__(self, free: PyTree, fixed: PyTree, x: PyTree) -> Float[Array, " m"]:
         with full_precision():

@@ -18,7 +18,7 @@ from .._common._cost import inner_jaxprs
 _OF_WHOLE = {"random_seed", "random_wrap", "random_fold_in", "bitcast_convert_type"}
 
 
-Dtypes = tuple[np.dtype, ...]
+Dtypes = tuple[Any, ...]
 """The dtypes of the leaves of x."""
 
 

@@ -98,11 +98,6 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
         return f"`gnlin.fit` made no step: {_NO_GRADIENT}"
     if not made_all or len(losses) < _LOOKED_BACK:
         return ""
-    if not np.any(losses):
-        return (
-            "`gnlin.fit`: the loss is exactly zero at all steps. Does it ignore all "
-            "targets, or have all examples the weight zero?"
-        )
     if np.any(losses) and not np.any(rows["step_norm"]):
         return (
             "`gnlin.fit` made no step: none lowered the loss of its batch. Scale each "

@@ -37,7 +37,7 @@ class Frozen(eqx.Module):
     # is then converted too, because convolutions do not mix dtypes.
     dtypes: tuple[np.dtype, ...] = eqx.field(static=True)
     fn: Callable | None  # None unless the model is a pair `(fn, parameters)`
-    of_state: tuple[np.dtype, ...] = eqx.field(static=True, default=())
+    of_state: tuple[Any, ...] = eqx.field(static=True, default=())
 
     def with_parameters(self, parameters: PyTree) -> PyTree:
         """Return the model with `parameters` in their original dtypes."""
