@@ -237,6 +237,9 @@ class CurveFit(eqx.Module):
         !!! example
 
             ```python
+            decay = lambda p, x: p["a"] * jnp.exp(-p["rate"] * x)
+            measured = 2 * jnp.exp(-x) + 0.01 * jnp.cos(100 * x)
+            fit = gnlin.curve_fit(decay, x, measured, {"a": 1.0, "rate": 0.5})
             half_life, error = fit.derived(lambda p: jnp.log(2) / p["rate"])
             ```
         """

@@ -169,7 +169,7 @@ def in_single(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
 
 
-def _in_dtypes(tree: PyTree, dtypes: tuple[np.dtype, ...]) -> PyTree:
+def _in_dtypes(tree: PyTree, dtypes: tuple[Any, ...]) -> PyTree:
     """Undo `in_single` for leaves that had these dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     pairs = zip(leaves, dtypes, strict=True)
