@@ -183,6 +183,12 @@ def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
     assert error["product"] < 1e-6
     with pytest.raises(ValueError, match="`fn` must be a function of the parameters"):
         fit.derived("a")
+    _, of_both = fit.derived(lambda p: jax.lax.complex(p["a"] * p["b"], p["a"]))
+    assert of_both.real == error["product"]
+    assert np.isinf(of_both.imag)
+    with pytest.raises(ValueError, match="`fn` failed: it needs the value of an array"):
+        fit.derived(lambda p: np.log(p["a"]))
+    assert fit.derived(lambda p: 3) == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -12,15 +12,20 @@ import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._common import _tree
-from .._common._checks import check_callable, check_fraction, is_traced
+from .._common._checks import (
+    check_callable,
+    check_fraction,
+    explains_itself,
+    first_line,
+    is_traced,
+)
 from .._linearisation._linearisation import linearise
 from .._training._solution import History
 from ..losses import TobitNLL
 from ..losses._robust import AbstractRobust
 from ._arrays import as_x
 from ._covariance import Covariance
-from ._curve import Curve, Data, unflattened
+from ._curve import Curve, Data, flat, unflattened
 from ._ending import are_determined, complaint, reason
 from ._problem import FitSettings, Posed
 from ._profiles import profiles
@@ -229,7 +234,8 @@ class CurveFit(eqx.Module):
         **Arguments:**
 
         - `fn`: a function of the parameters, in the structure of `start`, that returns a
-            pytree of real arrays, by JAX operations.
+            pytree of arrays, by JAX operations. The error of a complex number holds those
+            of its real and its imaginary part.
 
         **Returns:** `(value, standard_error)`. An error is infinite if the data do not
         determine the value, and holds for given values of parameters at a bound.
@@ -247,13 +253,19 @@ class CurveFit(eqx.Module):
         self._check_is_one("derived")
         fixed, known = self._setting.fixed, self._end.covariance
 
-        def of_free(free, _):
-            return jax.tree.map(jnp.asarray, fn(eqx.combine(free, fixed)))
+        def value(free: PyTree) -> PyTree:
+            try:
+                return fn(eqx.combine(free, fixed))
+            except Exception as error:
+                if explains_itself(error):
+                    raise
+                raise ValueError(f"`fn` failed: {first_line(error)}.") from error
 
-        lin = linearise(of_free, self._free)
+        lin = linearise(lambda free, _: flat(value(free)), self._free)
         variances = known.variances(lin.matrix(), self._end.factor(self._setting))
-        unravel = _tree.Structure.of(lin.outputs).unravel
-        return Estimate(lin.outputs, unravel(jnp.sqrt(variances)))
+        like = jax.eval_shape(value, self._free)
+        both = lin.outputs, jnp.sqrt(variances)
+        return Estimate(*(unflattened(part, like) for part in both))
 
     def confidence_intervals(self, confidence: float = 0.95) -> Interval:
         r"""Return the confidence intervals of the profile likelihood. The refits run the
