@@ -84,8 +84,8 @@ def memory_of(fn: Callable[..., Any]) -> dict[Hashable, Any]:
     return _of_functions.setdefault(fn, {}) if is_kept else {}
 
 
-def kind_of(args: PyTree[Any]) -> Hashable:
-    """Return the shapes and dtypes of arguments, and JAX's settings."""
+def kind_of(args: PyTree[Any]) -> tuple[Any, Hashable, Hashable]:
+    """Return the structure, the shapes and dtypes of arguments, and JAX's settings."""
     leaves, structure = jax.tree.flatten(args)
     kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
     return structure, tuple(kinds), _settings()
@@ -95,12 +95,11 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     """Trace a function for arguments of these shapes. A function object is traced only
     once, and keeps the values that it closed over then, as under `jax.jit`."""
     programs, kind = memory_of(fn), kind_of(args)
-    structure = jax.tree.structure(args)
     if kind in programs:
         return programs[kind]
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     out_structure = jax.tree.structure(out)
-    key = _key(closed.jaxpr), structure, out_structure
+    key = _key(closed.jaxpr), kind[0], out_structure
     consts = [
         c if isinstance(c, Tracer | Array) else jnp.asarray(c) for c in closed.consts
     ]

@@ -84,9 +84,9 @@ class Curve(eqx.Module):
             if whole:
                 memory, kind = memory_of(self.f), (whole, kind_of((parameters, x)))
                 if kind not in memory:
-                    memory[kind] = with_floats(trace, x, whole)
-                dtypes = memory[kind]
-                x = shaped(x, dtypes)
+                    dtypes = with_floats(trace, x, whole)
+                    memory[kind] = dtypes, shaped(x, dtypes)
+                dtypes, x = memory[kind]
             f = program_of(self.f, parameters, x) if is_plain else self.f
         return Curve(f, dtypes)
 

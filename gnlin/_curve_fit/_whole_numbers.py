@@ -69,10 +69,8 @@ def cast(x: PyTree, dtypes: Dtypes) -> PyTree:
 
 
 def shaped(x: PyTree, dtypes: Dtypes) -> PyTree[jax.ShapeDtypeStruct]:
-    """Return the shapes of x with these dtypes."""
-    leaves, structure = jax.tree.flatten(x)
-    pairs = zip(leaves, dtypes, strict=True)
-    return structure.unflatten([jax.ShapeDtypeStruct(v.shape, d) for v, d in pairs])
+    """Return the shapes of x, and these dtypes."""
+    return jax.eval_shape(lambda x: cast(x, dtypes), x)
 
 
 def _fits(leaf: Any, real: np.dtype) -> bool:

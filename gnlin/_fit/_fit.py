@@ -28,6 +28,7 @@ from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss
 from ._checkpoint import Checkpoint
 from ._run import Run
+from ._step import with_shared_network
 from ._stream import ArrayStream, GroupStream, IterableStream, make_stream
 from ._validation import Validation
 
@@ -255,16 +256,13 @@ def fit(
     if isinstance(stream, IterableStream):  # its batches keep their own
         shardings = shardings._replace(batch=())
     setting = setting._replace(places=shardings)
-    shared = mesh is None and isinstance(stream, ArrayStream)
     evaluation = None
     if validation is not None:
         kept = solver.linearisation_point(carry.solver_state) is not None
         linearised = kept and not by_optax  # one step does not leave the linearisation
-        evaluation = Validation(setting, carry, validation, metrics, linearised, shared)
-    if shared and isinstance(network, Network) and augment is None:
-        # A model whose functions are defined again is not compiled again.
-        compiled = network.canonical(parameters, stream.example[0])
-        setting = setting._replace(network=compiled)
+        evaluation = Validation(setting, carry, validation, metrics, linearised)
+    if augment is None:
+        setting = with_shared_network(setting, parameters, stream)
     if progress and on_a_terminal():
         callbacks.append(Progress())
     run = Run(

@@ -16,9 +16,10 @@ from .._common._checks import is_key
 from .._common._identity import checksum, program
 from .._common._sharding import everywhere, keep
 from .._linearisation._objective import BatchLoss
+from .._training._model import Network
 from .._training._step import advanced, Carry, checked_outputs, StepSettings
 from ..losses import AbstractLoss
-from ._stream import gather
+from ._stream import ArrayStream, gather
 
 
 def step(setting: StepSettings, carry: Carry, batch: tuple):
@@ -103,6 +104,19 @@ def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry
         found += figures(_tree.axpy(1, change, outputs))
     sums = jnp.stack([jnp.asarray(x, float) for x in [total, number, *found]])
     return (everywhere(sums, setting.places.mesh),)
+
+
+def with_shared_network(
+    setting: StepSettings, parameters: PyTree, stream: Any
+) -> StepSettings:
+    """Return the settings with the network compared by what it computes, so that a model
+    whose functions are defined again is not compiled again. Batches of a loader may have
+    different shapes, and arrays on several devices keep the network as it is."""
+    network, is_here = setting.network, setting.places.mesh is None
+    known = isinstance(network, Network) and isinstance(stream, ArrayStream)
+    if not (known and is_here):
+        return setting
+    return setting._replace(network=network.canonical(parameters, stream.example[0]))
 
 
 def as_handed_out(carry: Carry) -> Carry:

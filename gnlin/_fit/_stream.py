@@ -125,10 +125,13 @@ class IterableStream:
                 f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
                 f"iterable of such batches, but it holds {a_kind_of(first)}."
             )
-        self.example = as_batch(first, name, is_whole=False)
+        self.example = self._checked(first)
         self._latest: deque[Data] = deque(maxlen=2)
         # The iterable may not yield its first batch a second time.
         self._begun: Iterator | None = itertools.chain([first], batches)
+
+    def _checked(self, batch: Any) -> Data:
+        return as_batch(batch, self._name, is_whole=False)
 
     def _iterable(self, epoch: int) -> Any:
         return self._data(epoch) if callable(self._data) else self._data
@@ -139,7 +142,7 @@ class IterableStream:
     def at_hand(self) -> Iterator[Data]:
         """Return all batches of a list, or the first of any other iterable."""
         batches = self._data if isinstance(self._data, list) else [self.example]
-        return (as_batch(batch, self._name, is_whole=False) for batch in batches)
+        return map(self._checked, batches)
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
         begun, self._begun, num_batches = self._begun, None, 0
@@ -147,7 +150,7 @@ class IterableStream:
         for index, batch in enumerate(batches):
             num_batches += 1
             if index >= first:
-                self._latest.append(as_batch(batch, self._name, is_whole=False))
+                self._latest.append(self._checked(batch))
                 yield Batch(self._latest[-1])
         if num_batches < max(first, 1):
             raise DataEnded(

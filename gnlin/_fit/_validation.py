@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import split
 from .._training._model import Network
 from .._training._step import all_checked, Carry, Shapes, StepSettings
-from ._step import Compiled, evaluate
+from ._step import Compiled, evaluate, with_shared_network
 from ._stream import ArrayStream, make_stream
 
 
@@ -19,19 +19,10 @@ _VALIDATION_BATCH = 1000
 
 
 class Validation:
-    """Validation data, and the loss and metrics to evaluate on them.
-
-    - `shared`: whether models that compute the same share a compilation.
-    """
+    """Validation data, and the loss and metrics to evaluate on them."""
 
     def __init__(
-        self,
-        setting: StepSettings,
-        carry: Carry,
-        data,
-        metrics,
-        linearised: bool,
-        shared: bool,
+        self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
     ):
         assert isinstance(setting.network, Network)  # groups have no validation
         inference = setting.network.in_inference()
@@ -52,9 +43,8 @@ class Validation:
         example = self._stream.example
         for name, metric in metrics.items():
             _check_metric(name, metric, outputs, example[1])
-        if shared and isinstance(self._stream, ArrayStream) and not inference.takes_key:
-            inference = inference.canonical(carry.parameters, example[0])
-            setting = setting._replace(network=inference)
+        if not inference.takes_key:  # validation has no keys
+            setting = with_shared_network(setting, carry.parameters, self._stream)
         self._fixed = setting, tuple(metrics.values()), linearised
         self._chunks = None
         if isinstance(self._stream, ArrayStream):

@@ -1,6 +1,7 @@
 """Eigenpairs of the kernel or of the curvature, and their effect on other outputs."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -110,11 +111,8 @@ class Eigenbasis(eqx.Module):
     ) -> Float[Array, " n"]:
         """Return -B (g(w) c), the change of the outputs of another Jacobian; `seen` is
         B."""
-        change = matmul(seen, self.filtered(filter))
-        if self.residual is None:
-            return change
         args = self.jacobian, other, self.residual, filter
-        return with_derivative_of(_change, change, *args)
+        return self._by_formula(_change, matmul(seen, self.filtered(filter)), *args)
 
     def filtered(self, filter: Filter) -> Float[Array, " k"]:
         """Return -g(w) c. Eigenvalues that are only rounding are left out if the filter
@@ -149,13 +147,11 @@ class Eigenbasis(eqx.Module):
     ) -> Float[Array, " n"]:
         r"""Return the diagonal of
         $\lambda\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top$; `seen` is B."""
-        variance = self._variance(other, seen, damping)
-        if self.residual is None:
-            return variance
+        variance = self._variance_by_vectors(other, seen, damping)
         args = self.jacobian, other, Tikhonov(damping)
-        return with_derivative_of(_variance, variance, *args)
+        return self._by_formula(_variance, variance, *args)
 
-    def _variance(
+    def _variance_by_vectors(
         self, other: AbstractJacobian, seen: Float[Array, "n k"], damping: Scalar
     ) -> Float[Array, " n"]:
         w = self.eigenvalues
@@ -189,11 +185,14 @@ class Eigenbasis(eqx.Module):
     def misfit(self, damping: Scalar) -> Scalar:
         r"""Return $r^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
         inside = jnp.sum(self.squares / (self.eigenvalues + damping))
-        misfit = self.outside / damping + inside
-        if self.residual is None:
-            return misfit
         args = self.jacobian, self.residual, Tikhonov(damping)
-        return with_derivative_of(_misfit, misfit, *args)
+        return self._by_formula(_misfit, self.outside / damping + inside, *args)
+
+    def _by_formula(self, formula: Callable, value: Array, *args: Any) -> Array:
+        """Return a value, with a formula's derivatives if all eigenpairs are known."""
+        if self.residual is None:
+            return value
+        return with_derivative_of(formula, value, *args)
 
 
 def _singular_values_pay(cost: Cost) -> bool:
