@@ -24,6 +24,13 @@ import jaxtyping
 import pytest
 
 
+# From 0.10 to 0.11, two LAPACK calls on batches at the same time can wait for each other
+# for ever, because each waits for the threads that the other one occupies. With one
+# thread they run one after the other. The workers of pytest use the other cores.
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
+)
+
 quick = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0"
 if quick and jax.__version_info__ < (0, 11):
     # XLA's older way of writing loops for the CPU compiles in a quarter of the time.
