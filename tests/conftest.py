@@ -8,6 +8,10 @@ import pathlib
 
 # Set this before SciPy is imported: BLAS threads of several workers wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Give XLA one thread, because the other cores run other tests. With as many threads as
+# cores, jaxlib 0.10 and 0.11 may wait forever: each of two batched LAPACK calls occupies
+# a thread, and waits for another one.
+os.environ.setdefault("NPROC", "1")
 # Most of the time goes into compiling, so skip most optimisations. With `0` XLA optimises
 # as it does for users; .ci/run tests the core a second time in this way.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -23,13 +27,6 @@ import jax
 import jaxtyping
 import pytest
 
-
-# From 0.10 to 0.11, two LAPACK calls on batches at the same time can wait for each other
-# for ever, because each waits for the threads that the other one occupies. With one
-# thread they run one after the other. The workers of pytest use the other cores.
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
-)
 
 quick = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0"
 if quick and jax.__version_info__ < (0, 11):
