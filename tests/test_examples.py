@@ -53,6 +53,16 @@ def test_digits(tmp_path):
     assert rows["Adam"][0] > 60
 
 
+def test_evidence():
+    rows = run("evidence.py").splitlines()[2:]
+    assert len(rows) == 2
+    for row in rows:
+        errors = map(float, re.findall(r"([\d.]+) ±", row))
+        without_prior, with_evidence, adam, _ = errors
+        assert with_evidence < 0.7 * without_prior
+        assert with_evidence < 1.2 * adam
+
+
 def test_function_space(tmp_path):
     said = run("function_space.py", "--out", tmp_path)
     for name in ("tangent_kernel.png", "uncertainty.png"):
