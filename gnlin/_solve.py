@@ -20,7 +20,13 @@ from ._linearisation._retraction import flaw_of
 from ._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ._training._data import as_batch, not_finite
 from ._training._divergence import check_divergence
-from ._training._ending import after_full_batch, group_not_finite, in_words, why_it_failed
+from ._training._ending import (
+    after_full_batch,
+    group_not_finite,
+    in_words,
+    of_statistics,
+    why_it_failed,
+)
 from ._training._full_batch import Most, run
 from ._training._group_network import GroupNetwork
 from ._training._messages import result_name, WELL
@@ -204,9 +210,13 @@ def solve(
             doubt = after_full_batch(rows, float(loss_now), converged=converged)
             if doubt:
                 doubt = flaw_of(solver.retraction, carry.parameters) or doubt
+    final_model = network.frozen.with_parameters(carry.parameters)
+    final_state = network.frozen.with_state(carry.model_state)
+    if reason and not (doubt or complaint):
+        doubt = of_statistics(final_model, final_state)
     solution = Solution(
-        model=network.frozen.with_parameters(carry.parameters),
-        state=network.frozen.with_state(carry.model_state),
+        model=final_model,
+        state=final_state,
         loss=loss_now,
         result=result,
         reason=reason,

@@ -153,10 +153,10 @@ class Normalised(eqx.Module):
     norm: eqx.nn.BatchNorm
     last: eqx.nn.Linear
 
-    def __init__(self, key):
+    def __init__(self, key, momentum=0.5):
         first, last = jax.random.split(key)
         self.first = eqx.nn.Linear(3, 2, key=first)
-        self.norm = eqx.nn.BatchNorm(2, "batch", momentum=0.5, mode="batch")
+        self.norm = eqx.nn.BatchNorm(2, "batch", momentum=momentum, mode="batch")
         self.last = eqx.nn.Linear(2, 2, key=last)
 
     def __call__(self, x, state):

@@ -1095,3 +1095,22 @@ def test_a_run_that_begins_at_the_solution_is_not_told(recwarn):
     data = inputs, inputs @ np.ones((3, 1))
     gnlin.fit(model, data, batch_size=10, steps=20, progress=False)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("driver", ["fit", "solve"])
+def test_statistics_that_have_not_left_their_start_are_told(driver):
+    """After 20 steps with a momentum of 0.99 the running variances are mostly their
+    initial value of 1, and validation is that of another network."""
+
+    def trained(momentum):
+        made = eqx.nn.make_with_state(Normalised)
+        model, state = made(jax.random.key(0), momentum)
+        data = jax.random.normal(jax.random.key(1), (20, 3)) / 10, jnp.arange(20) % 2
+        options = {"loss": gnlin.SoftmaxCrossEntropy(), "state": state}
+        if driver == "fit":
+            return gnlin.fit(model, data, batch_size=10, steps=20, **options)
+        return gnlin.solve(model, data, max_steps=20, **options)
+
+    with pytest.warns(UserWarning, match="% of the running variances .* momentum=0.9"):
+        trained(0.99)
+    trained(0.5)

@@ -10,7 +10,13 @@ from jaxtyping import Array, PyTree
 
 from .._common._canonical import join, split
 from .._common._identity import as_numpy
-from .._training._ending import after_batches, group_not_finite, in_words, why_it_failed
+from .._training._ending import (
+    after_batches,
+    group_not_finite,
+    in_words,
+    of_statistics,
+    why_it_failed,
+)
 from .._training._messages import result_name, WELL
 from .._training._model import Frozen
 from .._training._solution import COLUMNS, columns_of, History, on_host, Solution
@@ -161,6 +167,8 @@ class Run(AbstractRun):
                 self._train(first=self.step)
             doubt = after_batches(self.history, made_all=not self._reason)
             self.complaint = doubt or self.complaint
+            if not self.complaint:
+                self.complaint = of_statistics(self.model, self.model_state)
             self._save()
             if self._validation is not None and np.isnan(self.row["validation_loss"]):
                 self._validate()

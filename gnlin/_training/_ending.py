@@ -1,10 +1,13 @@
-"""How a run ended, in words; and doubts about a run that ended well: it has not moved, or
-its loss has risen."""
+"""How a run ended, in words; and doubts about a run that ended well: it has not moved,
+its loss has risen, or its model is not ready for inference."""
 
 from collections.abc import Mapping
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ._messages import LAST_FINITE, result_name, why_it_ended
 from ._solution import losses_by_group
@@ -18,6 +21,8 @@ _WORSE, _FAR_OFF = 2.0, 100.0
 # Across batches it has also risen if the mean of the last losses exceeds the first loss,
 # and more than this part of all pairs of an early and a late loss rise.
 _RISEN = 0.9
+# The part of the running variances that their initial value may be.
+_INITIAL = 0.1
 _NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
     "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
@@ -117,6 +122,32 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
         f"to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more damping or a smaller "
         "learning rate."
     )
+
+
+def of_statistics(model: PyTree, state: PyTree) -> str:
+    """Return a sentence if the statistics of batch normalisation still depend on their
+    initial values, or "".
+
+    Equinox's running variances start at 1, whose weight after t steps is `momentum**t`.
+    Second-order runs are short, so that this can be most of them.
+    """
+    is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
+    for norm in filter(is_norm, jax.tree.leaves(model, is_leaf=is_norm)):
+        if norm.inference or norm.batch_counter is None or norm.batch_state_index is None:
+            continue
+        steps = np.asarray(state.get(norm.batch_counter))
+        if steps.min() < _LOOKED_BACK:
+            continue
+        variances = np.asarray(state.get(norm.batch_state_index)[1], float)
+        initial = np.median(norm.momentum ** steps[..., None] / (variances + norm.eps))
+        if initial > _INITIAL:
+            return (
+                f"After {steps.max()} steps, {initial:.0%} of the running variances of "
+                "batch normalisation is still their initial value, so that the model in "
+                "inference mode is not the one that was trained: use "
+                "`equinox.nn.BatchNorm(..., momentum=0.9)`, or make more steps."
+            )
+    return ""
 
 
 def _is_worse(first: float, last: float, multiple: float = _WORSE) -> bool:
