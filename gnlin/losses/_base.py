@@ -32,7 +32,8 @@ class AbstractLoss(eqx.Module):
     factorised for each example with c outputs. To avoid this, define `gradient` and
     `factor` in closed form, or subclass [`gnlin.authoring.AbstractElementwiseLoss`][] if
     the loss is a sum over outputs. If the loss is not convex, negative curvature is
-    replaced by zero.
+    replaced by zero. A loss of straight pieces, such as the absolute error, has no
+    curvature, and needs rounded kinks.
 
     **Attributes:**
 
