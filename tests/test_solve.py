@@ -596,6 +596,20 @@ def test_divergence_warns_by_name_and_leaves_the_model():
     np.testing.assert_allclose(solution.loss, loss_of(model), rtol=1e-10)
 
 
+def test_a_loss_without_a_value_at_zero_outputs_does_not_diverge():
+    """Poisson's loss of a rate is infinite or NaN at the rate 0, which is no measure of
+    how large a loss may be."""
+    x, counts = jnp.array([1.0, 4.0, 8.0, 3.0, 1.0]), jnp.array([23, 11, 26, 20, 15])
+    rate = lambda p, x: p["height"] * x + p["background"]
+    loss = gnlin.losses.PoissonNLL(log_input=False)
+    start = {"height": 1.0, "background": 10.0}
+    solution = gnlin.solve((rate, start), (x, counts), loss=loss)
+    assert solution.result == optx.RESULTS.successful
+    found = rate(solution.model[1], x)
+    score = jnp.stack([jnp.sum(counts / found - 1), jnp.sum((counts / found - 1) * x)])
+    np.testing.assert_allclose(score, 0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_no_warning_under_jit_or_vmap():
     """Warnings are errors in these tests, so there is none."""

@@ -28,8 +28,11 @@ class Watch(eqx.Module):
         objective: AbstractObjective, y: PyTree[Array], outputs: PyTree, loss: Scalar
     ) -> "Watch":
         """Start at the first point. The size of a tiny first loss is raised to a part of
-        the loss of zero outputs; `outputs` holds arrays, or only their shapes."""
+        the loss of zero outputs, if that is finite; `outputs` holds arrays, or only their
+        shapes."""
         unit = jnp.abs(objective.value(_tree.zeros_like(outputs))).astype(loss.dtype)
+        # A logarithm of the outputs, as in Poisson's loss of a rate, has no value at zero.
+        unit = jnp.where(jnp.isfinite(unit), unit, 0)
         floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
         return Watch(loss, jnp.maximum(jnp.abs(loss), floor), loss, y, jnp.array(0))
 
