@@ -599,7 +599,7 @@ def test_divergence_warns_by_name_and_leaves_the_model():
 def test_a_loss_without_a_value_at_zero_outputs_does_not_diverge():
     """Poisson's loss of a rate is infinite or NaN at the rate 0, which is no measure of
     how large a loss may be."""
-    x, counts = jnp.array([1.0, 4.0, 8.0, 3.0, 1.0]), jnp.array([23, 11, 26, 20, 15])
+    x, counts = jnp.array([1.0, 4, 8, 3, 1]), jnp.array([23.0, 11, 26, 20, 15])
     rate = lambda p, x: p["height"] * x + p["background"]
     loss = gnlin.losses.PoissonNLL(log_input=False)
     start = {"height": 1.0, "background": 10.0}

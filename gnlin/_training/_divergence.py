@@ -31,7 +31,7 @@ class Watch(eqx.Module):
         the loss of zero outputs, if that is finite; `outputs` holds arrays, or only their
         shapes."""
         unit = jnp.abs(objective.value(_tree.zeros_like(outputs))).astype(loss.dtype)
-        # A logarithm of the outputs, as in Poisson's loss of a rate, has no value at zero.
+        # Poisson's loss of a rate has the logarithm of 0 there, for example.
         unit = jnp.where(jnp.isfinite(unit), unit, 0)
         floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
         return Watch(loss, jnp.maximum(jnp.abs(loss), floor), loss, y, jnp.array(0))
