@@ -402,6 +402,19 @@ def test_a_loss_that_ignores_all_points_at_the_start():
         gnlin.curve_fit(line, x, y, far, loss=loss, sigma=0.3)
 
 
+def test_a_loss_that_ignores_most_points():
+    """From a steep line, Tukey's loss sees only the few points that this line happens to
+    cross, and the best line through those few has tiny standard errors."""
+    x, (y,) = noisy_lines(1)
+    options = {"loss": gnlin.losses.Tukey(4.685), "sigma": 0.1}
+    with pytest.warns(UserWarning, match=r"ignores \d+ of 100 points.*start closer"):
+        fit = gnlin.curve_fit(line, x, y, {"a": 1.0, "b": 40.0}, **options)
+    assert abs(fit.parameters["b"] - 2) > 10
+    starts = {"a": np.ones(2), "b": np.array([2.0, 40.0])}
+    with pytest.warns(UserWarning, match="1 of 2 data sets have a loss that ignores"):
+        gnlin.curve_fit(line, x, np.stack([y, y]), starts, **options)
+
+
 @pytest.mark.slow
 def test_profiles_of_a_line_are_its_standard_errors():
     x, (y,) = noisy_lines(1, 2000)

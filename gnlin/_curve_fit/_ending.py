@@ -17,6 +17,9 @@ from ._not_finite import what_is_not_finite
 if TYPE_CHECKING:
     from ._result import CurveFit
 
+# A robust loss that ignores more than this part of the points may fit the wrong ones.
+_MOST = 0.5
+
 
 def reason(fit: "CurveFit") -> str:
     """Return why the run ended, in words."""
@@ -75,6 +78,15 @@ def are_determined(fit: "CurveFit") -> np.ndarray:
     return np.asarray(np.all(fit._end.covariance.determined, axis=-1))
 
 
+def _num_ignored(fit: "CurveFit") -> np.ndarray:
+    """Return the number of points of each data set that have no weight in a robust loss,
+    although the curve misses them; 0 if the data were read in parts."""
+    if not fit._setting.is_robust or fit._data is None:
+        return np.zeros(np.shape(fit._end.loss), int)
+    missed = np.asarray(fit.residuals) != 0
+    return np.asarray(np.sum(missed & (fit._pulls() == 0), axis=-1))
+
+
 def _are_separated(fit: "CurveFit") -> np.ndarray:
     """Whether the likelihood of each data set is 1 at infinity only, as it is if all
     trials of each point end alike, and as the curve says. In parts y is unknown, but
@@ -128,6 +140,9 @@ def complaint(fit: "CurveFit") -> str:
             "have a large negative curvature, which the standard errors leave out": (
                 ~np.asarray(fit._end.covariance.is_whole)
             ),
+            "have a loss that ignores most points, because they are far from the curve": (
+                _num_ignored(fit) > _MOST * np.asarray(fit._end.num_points)
+            ),
         }
         said = [
             f"{flags.sum()} of {flags.size} data sets {what}"
@@ -145,11 +160,15 @@ def complaint(fit: "CurveFit") -> str:
     is_well = result_name(fit.result) == "successful" and not _underflows(fit)
     if not is_well or int(fit._end.nonfinite.point) >= 0:
         return f"`gnlin.curve_fit` has not converged: {fit.reason}."
-    if fit._setting.is_robust and np.isnan(fit._end.variance):
-        return (
-            "`gnlin.curve_fit`: the loss ignores all points, because they are far "
-            "from the curve: start closer, or raise the loss's `delta`."
-        )
+    if fit._setting.is_robust:
+        ignored, number = int(_num_ignored(fit)), int(fit._end.num_points)
+        are_all = bool(np.isnan(fit._end.variance))
+        if are_all or ignored > _MOST * number:
+            which = "all points" if are_all else f"{ignored} of {number} points"
+            return (
+                f"`gnlin.curve_fit`: the loss ignores {which}, because they are far "
+                "from the curve: start closer, or raise the loss's `delta`."
+            )
     if not fit._end.covariance.is_whole:
         return (
             "`gnlin.curve_fit`: the standard errors leave out the negative curvature of "

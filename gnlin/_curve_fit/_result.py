@@ -319,16 +319,20 @@ class CurveFit(eqx.Module):
         """Return the indices of outliers; with several data sets, rows `(set, point)`. At
         an outlier a robust loss pulls less than a third as much as squared error, and the
         residual exceeds three standard deviations of the noise."""
-        loss = self._setting.loss
-        if not isinstance(loss, AbstractRobust):
+        if not isinstance(self._setting.loss, AbstractRobust):
             return np.zeros(0, int)
+        self._at_hand("outliers")
+        sizes = np.abs(np.asarray(self.residuals))
+        far = sizes > _OUTLYING * np.asarray(self._end.noise)[..., None]
+        found = np.argwhere(far & (np.abs(self._pulls()) < sizes / 3))
+        return found if self._setting.many else found[:, 0]
+
+    def _pulls(self) -> np.ndarray:
+        """Return the derivative of a robust loss by each residual, in units of sigma."""
         data, residuals = self._at_hand("outliers"), np.asarray(self.residuals)
         unit = np.asarray(1.0 if data.spread is None else data.spread)[..., None]
-        noise = np.asarray(self._end.noise)[..., None]
-        pull = unit * loss.derivative(jnp.asarray(residuals / unit), jnp.zeros(()))
-        far = np.abs(residuals) > _OUTLYING * noise
-        found = np.argwhere(far & (np.abs(pull) < np.abs(residuals) / 3))
-        return found if self._setting.many else found[:, 0]
+        slope = self._setting.loss.derivative  # type: ignore[attr-defined]
+        return unit * np.asarray(slope(jnp.asarray(residuals / unit), jnp.zeros(())))
 
     def runs_test(self) -> float:
         """Return the p-value of Wald and Wolfowitz's test of the residuals' signs.
