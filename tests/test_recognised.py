@@ -237,6 +237,37 @@ def test_labels_are_for_gnlins_solvers():
         optx.least_squares(group, OTHERS["optimistix"], w)
 
 
+def test_the_derivative_of_a_likelihoods_minimum():
+    """A likelihood is no sum of squares, so the default adjoint of optimistix, which
+    differentiates one, raises an error that names gnlin's."""
+    x = jnp.linspace(-1.0, 2.0, 12)
+    successes = jnp.array([0.0, 0, 1, 0, 1, 0, 1, 1, 0, 1, 1, 1])
+    solver = gnlin.LevenbergMarquardt(rtol=1e-10, atol=1e-10)
+
+    def minimum(scale, **options):
+        log_odds = lambda b, x: b[0] + b[1] * x
+        loss = gnlin.losses.BinomialNLL(1)
+        groups = {
+            "trials": gnlin.Residuals(log_odds, scale * x, loss=loss, targets=successes),
+            "penalty": gnlin.Residuals(lambda b, _: b),
+        }
+        start = jnp.zeros(2)
+        return optx.least_squares(gnlin.Groups(groups), solver, start, **options).value
+
+    def score(b, scale):
+        rows = jnp.stack([jnp.ones_like(x), scale * x], axis=-1)
+        return rows.T @ (jax.nn.sigmoid(rows @ b) - successes) + b
+
+    with pytest.raises(ValueError, match=r"adjoint=gnlin\.methods\.ImplicitAdjoint"):
+        jax.jacfwd(minimum)(1.5)
+    adjoint = gnlin.methods.ImplicitAdjoint()
+    b = minimum(1.5)
+    expected = -jnp.linalg.solve(jax.jacfwd(score)(b, 1.5), jax.jacfwd(score, 1)(b, 1.5))
+    for jacobian in (jax.jacfwd, jax.jacrev):
+        found = jacobian(lambda scale: minimum(scale, adjoint=adjoint))(1.5)
+        np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
 def test_bounds_precision_and_many_at_once():
     x, y = (jnp.asarray(v, jnp.float32) for v in measured())
     solver = gnlin.LevenbergMarquardt(bounds=(0.0, jnp.array([9.0, 9.0, 0.3])))

@@ -1,4 +1,4 @@
-"""Implicit derivatives of a minimum, also with bounds or a retraction."""
+"""Implicit derivatives of a minimum, also with bounds, a retraction or a likelihood."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from .._common import _tree
 from .._linear_algebra import _lapack
 from .._linearisation._bounds import Box
+from .._linearisation._recognised import recognised
 from .._linearisation._retraction import Retraction
 
 
@@ -58,14 +59,17 @@ def _inverse(x: Float[Array, " n"]) -> Float[Array, " n"]:
 
 
 class ImplicitAdjoint(optx.ImplicitAdjoint):
-    r"""Derivatives of a minimum with bounds or a retraction by the implicit function
-    theorem, for `optimistix.least_squares(..., adjoint=...)`.
+    r"""Derivatives of a minimum with bounds, a retraction or a likelihood by the implicit
+    function theorem, for `optimistix.least_squares(..., adjoint=...)`.
 
     `optimistix.ImplicitAdjoint`, the default there, differentiates
     $\nabla L(\theta) = 0$. At a bound the gradient is not zero: a parameter at a bound
     that descent would cross moves with the bound, and the others move as if it were
     fixed. A parameter at a bound with zero gradient counts as free. With a retraction the
     gradient along the manifold is zero.
+
+    A likelihood in [`gnlin.Residuals`][] is differentiated too. optimistix's class needs
+    a sum of squares, and raises an error.
 
     In a direction that the data do not determine, such as a common shift of all poses of
     a graph, the derivative is zero. optimistix's class raises an error there.
@@ -97,8 +101,7 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
 
     def apply(self, primal_fn, rewrite_fn, inputs, tags):
         _, solver, *_ = inputs
-        given = (getattr(solver, name, None) for name in ("bounds", "retraction"))
-        if any(x is not None for x in given):
+        if hasattr(solver, "bounds") and hasattr(solver, "retraction"):
             rewrite_fn = _stationary
         return super().apply(primal_fn, rewrite_fn, inputs, tags)
 
@@ -109,6 +112,10 @@ def _stationary(optimum, _, inputs):
     here = jax.lax.stop_gradient(optimum)
 
     def objective(y):
+        posed = recognised(fn, y, args)
+        if posed is not None:
+            of_groups, its_args, objective = posed
+            return objective.value(of_groups(y, its_args))
         residual, _ = fn(y, args)
         return 0.5 * _tree.dot(residual, residual)
 
@@ -116,6 +123,8 @@ def _stationary(optimum, _, inputs):
         retraction = Retraction.of(solver.retraction, here)
         return _along(objective, retraction, here, optimum)
     slope = jax.grad(objective)(optimum)
+    if solver.bounds is None:
+        return slope
     box = Box.of(solver.bounds, optimum)
     blocked = box.blocked(here, jax.lax.stop_gradient(slope))
 

@@ -101,7 +101,8 @@ class AbstractLoss(eqx.Module):
         squares is the loss; raise `ValueError` if there are none."""
         raise ValueError(
             f"`{type(self).__name__}` is not a sum of squares, which solvers of other "
-            "libraries require: use one of gnlin's solvers."
+            "libraries and optimistix's derivatives require: use one of gnlin's solvers, "
+            "and for derivatives `adjoint=gnlin.methods.ImplicitAdjoint()`."
         )
 
     def target_weights(self, target: PyTree[Array]) -> Float[Array, "..."]:
