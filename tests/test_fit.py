@@ -1114,3 +1114,27 @@ def test_statistics_that_have_not_left_their_start_are_told(driver):
     with pytest.warns(UserWarning, match="% of the running variances .* momentum=0.9"):
         trained(0.99)
     trained(0.5)
+
+
+class Uncalled(Normalised):
+    """A network that does not call its batch normalisation."""
+
+    def __call__(self, x, state):
+        return self.last(jnp.tanh(self.first(x))), state
+
+
+@pytest.mark.parametrize("driver", ["fit", "solve"])
+@pytest.mark.parametrize("given", ["no state", "the state of another model"])
+def test_a_norm_without_its_state_does_not_end_a_run(driver, given):
+    model = Uncalled(jax.random.key(0))
+    _, state = eqx.nn.make_with_state(Uncalled)(jax.random.key(1))
+    options = {"loss": gnlin.SoftmaxCrossEntropy(), "state": state}
+    if given == "no state":
+        model = lambda model, x: model(x, None)[0], model
+        del options["state"]
+    data = jax.random.normal(jax.random.key(1), (20, 3)), jnp.arange(20) % 2
+    if driver == "fit":
+        ended = gnlin.fit(model, data, batch_size=10, steps=12, **options)
+    else:
+        ended = gnlin.solve(model, data, max_steps=12, **options)
+    assert ended.stats["num_steps"] == 12

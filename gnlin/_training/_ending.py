@@ -131,14 +131,19 @@ def of_statistics(model: PyTree, state: PyTree) -> str:
     Equinox's running variances start at 1, whose weight after t steps is `momentum**t`.
     Second-order runs are short, so that this can be most of them.
     """
+    if not isinstance(state, eqx.nn.State):
+        return ""
     is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
     for norm in filter(is_norm, jax.tree.leaves(model, is_leaf=is_norm)):
         if norm.inference or norm.batch_counter is None or norm.batch_state_index is None:
             continue
-        steps = np.asarray(state.get(norm.batch_counter))
+        try:
+            steps = np.asarray(state.get(norm.batch_counter))
+            variances = np.asarray(state.get(norm.batch_state_index)[1], float)
+        except KeyError:  # the state is another model's, and this norm is not called
+            continue
         if steps.min() < _LOOKED_BACK:
             continue
-        variances = np.asarray(state.get(norm.batch_state_index)[1], float)
         initial = np.median(norm.momentum ** steps[..., None] / (variances + norm.eps))
         if initial > _INITIAL:
             return (
