@@ -321,10 +321,9 @@ class CurveFit(eqx.Module):
         residual exceeds three standard deviations of the noise."""
         if not isinstance(self._setting.loss, AbstractRobust):
             return np.zeros(0, int)
-        self._at_hand("outliers")
-        sizes = np.abs(np.asarray(self.residuals))
+        pulls, sizes = np.abs(self._pulls()), np.abs(np.asarray(self.residuals))
         far = sizes > _OUTLYING * np.asarray(self._end.noise)[..., None]
-        found = np.argwhere(far & (np.abs(self._pulls()) < sizes / 3))
+        found = np.argwhere(far & (pulls < sizes / 3))
         return found if self._setting.many else found[:, 0]
 
     def _pulls(self) -> np.ndarray:

@@ -114,8 +114,8 @@ def _stationary(optimum, _, inputs):
     def objective(y):
         posed = recognised(fn, y, args)
         if posed is not None:
-            of_groups, its_args, objective = posed
-            return objective.value(of_groups(y, its_args))
+            outputs, inputs, of_outputs = posed
+            return of_outputs.value(outputs(y, inputs))
         residual, _ = fn(y, args)
         return 0.5 * _tree.dot(residual, residual)
 
