@@ -138,6 +138,27 @@ def test_solve_inside_transformations_of_closed_over_values():
 
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("has_data", [True, False])
+def test_groups_whose_function_closes_over_a_differentiated_value(derivative, has_data):
+    def line(p, x, y, slope):
+        return p[0] * jnp.exp(-p[1] * x) + slope * x - y
+
+    def found(slope):
+        def fn(p, example):
+            return line(p, *(example if has_data else (TIMES, SIGNAL)), slope)
+
+        loss = gnlin.losses.Huber(0.1)
+        data = (TIMES, SIGNAL) if has_data else None
+        group = gnlin.Residuals(fn, data, loss=loss)
+        solver = gnlin.LevenbergMarquardt(rtol=1e-12)
+        return optx.least_squares(group, solver, jnp.array([1.0, 1.0])).value
+
+    step = 1e-5
+    expected = (found(0.1 + step) - found(0.1 - step)) / (2 * step)
+    np.testing.assert_allclose(derivative(found)(0.1), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
 def test_a_direction_without_data_has_derivative_zero(derivative):
     def places(apart):
         solver = gnlin.LevenbergMarquardt()

@@ -29,10 +29,15 @@ class AbstractRecognised(eqx.Module):
     def posed(self, y: PyTree[Array], args: Any) -> Posed:
         """Return `fn`, its `args`, and the objective of the outputs of `fn(y, args)`."""
 
+    @abc.abstractmethod
+    def hoisted(self, y: PyTree[Array], args: Any) -> "AbstractRecognised":
+        """Return an equal function of which all arrays are leaves, also those that it
+        closes over. An enclosing transformation, such as `jax.grad`, sees leaves only."""
+
     def __call__(self, y: PyTree[Array], args: Any = None) -> PyTree[Array]:
         """Return residuals such that half their sum of squares is the objective."""
         leaves, structure = jax.tree.flatten(y)
-        rest, static = eqx.partition((self, args), eqx.is_array)
+        rest, static = eqx.partition((self.hoisted(y, args), args), eqx.is_array)
         others, structure_of_rest = jax.tree.flatten(rest)
         call = _Call(structure, structure_of_rest, static)
         out = _residuals.bind(*leaves, *others, call=call)

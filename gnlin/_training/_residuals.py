@@ -1,5 +1,6 @@
 """Groups of residuals, each with its own function, examples and loss."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -123,6 +124,9 @@ class Residuals(AbstractRecognised):
     def posed(self, y: PyTree[Array], args: Any) -> Posed:
         return Groups(self).posed(y, args)
 
+    def hoisted(self, y: PyTree[Array], args: Any) -> "Groups":
+        return Groups(self).hoisted(y, args)
+
 
 def _check_sparsity(sparsity: Any, data: Any, loss: AbstractLoss) -> None:
     if not isinstance(sparsity, Sparsity):
@@ -175,17 +179,33 @@ class Groups(AbstractRecognised):
             )
 
     def posed(self, y: PyTree[Array], args: Any) -> Posed:
-        groups: GroupsByName = as_groups(self.groups)  # type: ignore[assignment]
-        refuse_samplers(groups)
-        if args is not None and all(group.data is not None for group in groups.values()):
-            raise ValueError("The groups have their own data: leave `args` out.")
-        _, network, data, losses = of_groups(y, groups, lambda _: True)
-        inputs, targets, _ = data
-        inputs = {k: args if groups[k].data is None else x for k, x in inputs.items()}
+        network, inputs, targets, losses = self._network(y, args)
         outputs = eqx.filter_eval_shape(network.function(), y, inputs)
         losses.check(outputs, targets)
         objective = objective_of(losses, outputs, (inputs, targets, None))
         return network.function(), inputs, objective
+
+    def hoisted(self, y: PyTree[Array], args: Any) -> "Groups":
+        network, inputs, _, _ = self._network(y, args)
+        functions = network.canonical(y, inputs).groups
+        groups: GroupsByName = as_groups(self.groups)  # type: ignore[assignment]
+        replaced = {
+            name: dataclasses.replace(
+                group, fn=functions[name].fn, select=functions[name].select
+            )
+            for name, group in groups.items()
+        }
+        return Groups(replaced)
+
+    def _network(self, y: PyTree[Array], args: Any) -> tuple[GroupNetwork, Any, Any, Any]:
+        """Return the network of the groups, its inputs, the targets and the losses."""
+        groups: GroupsByName = as_groups(self.groups)  # type: ignore[assignment]
+        refuse_samplers(groups)
+        if args is not None and all(group.data is not None for group in groups.values()):
+            raise ValueError("The groups have their own data: leave `args` out.")
+        _, network, (inputs, targets, _), losses = of_groups(y, groups, lambda _: True)
+        inputs = {k: args if groups[k].data is None else x for k, x in inputs.items()}
+        return network, inputs, targets, losses
 
 
 GroupsByName = Mapping[str, Residuals]
@@ -219,9 +239,8 @@ def _with_arrays(name: str, group: Residuals) -> Residuals:
     trees = {"data": _tree.columns(group.data), "targets": group.targets}
     of_data = f"data of the group {name!r}"
     trees = as_arrays(of_data, trees)
-    if group.data is None:  # all residuals form one example
-        targets = jax.tree.map(lambda x: x[None], trees["targets"])
-        return _with(group, None, targets)
+    if group.data is None:
+        return _with(group, None, trees["targets"])
     leaves = jax.tree.leaves(trees)
     if not jax.tree.leaves(trees["data"]):
         raise ValueError(f"The group {name!r} has no data: pass arrays.")
@@ -309,7 +328,13 @@ def of_groups(
         # Examples that are chosen from data by a batch size may be noisy.
         is_drawn=network.draws and not any(sizes.values()),
     )
-    targets = {name: group.targets for name, group in groups.items()}
+    # All residuals of a group without data form one example.
+    targets = {
+        name: jax.tree.map(lambda x: x[None], group.targets)
+        if group.data is None
+        else group.targets
+        for name, group in groups.items()
+    }
     return parameters, network, (inputs, targets, None), losses
 
 
