@@ -20,7 +20,7 @@ from problems import decay, decay_numpy as plain, num_compiled
 import gnlin
 from benchmarks.data import nist
 from gnlin._common import _quickly
-from gnlin._curve_fit._covariance import covariance
+from gnlin._linear_algebra._covariance import covariance
 
 
 X = np.linspace(0, 4, 50)

@@ -19,12 +19,13 @@ from .._common._checks import (
     first_line,
     is_traced,
 )
+from .._linear_algebra._covariance import Covariance
 from .._linearisation._linearisation import linearise
 from .._training._solution import History
 from ..losses import TobitNLL
 from ..losses._robust import AbstractRobust
+from ..predict._covariance import Estimate
 from ._arrays import as_x
-from ._covariance import Covariance
 from ._curve import Curve, Data, flat, unflattened
 from ._ending import are_determined, complaint, reason
 from ._problem import FitSettings, Posed
@@ -47,13 +48,6 @@ class Band(NamedTuple):
     mean: Float[Array, " n"]
     low: Float[Array, " n"]
     high: Float[Array, " n"]
-
-
-class Estimate(NamedTuple):
-    """A function of the parameters, and its standard error in the same structure."""
-
-    value: PyTree
-    standard_error: PyTree
 
 
 class CurveFit(eqx.Module):

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar
 
 from .._common import _tree
 from .._common._tree import ravel_pytree
+from .._linear_algebra._covariance import Covariance, covariance
 from ..losses import SquaredError
 from ..losses._robust import AbstractRobust
-from ._covariance import Covariance, covariance
 from ._likelihood import Likelihood
 from ._not_finite import NonFinite
 from ._problem import FitSettings, flat_box, Posed

@@ -124,15 +124,16 @@ def recognised(
     returns residuals and auxiliary data; `None` if `fn` is not recognised."""
     closed, (outputs, _), _ = eqx.filter_make_jaxpr(fn)(y, args)
     program = closed.jaxpr
-    given = jax.tree.leaves(eqx.filter((y, args), eqx.is_array))
-    values = dict(zip(program.invars, given, strict=True))
+    num_parameters = len(jax.tree.leaves(y))
+    parameters = program.invars[:num_parameters]
+    given = jax.tree.leaves(eqx.filter(args, eqx.is_array))
+    values = dict(zip(program.invars[num_parameters:], given, strict=True))
     values |= dict(zip(program.constvars, closed.consts, strict=True))
     names: dict[Any, Any] = {}
     for equation in program.eqns:
         names |= _passed_on(equation)
     made = program.outvars[: len(jax.tree.leaves(outputs))]
     made = [x if isinstance(x, Literal) else names.get(x, x) for x in made]
-    parameters = program.invars[: len(jax.tree.leaves(y))]
     for equation in program.eqns:
         if equation.primitive is not _residuals or equation.outvars != made:
             continue

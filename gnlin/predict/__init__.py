@@ -1,5 +1,6 @@
 r"""Predictions of a linearised model after any number of training steps or any training
-time, their uncertainty, and the error of the solution of an equation.
+time, their uncertainty, the covariance of fitted parameters, and the error of the
+solution of an equation.
 
 The model $f(\theta_0) + \phi\,(\theta - \theta_0)$ is linear in its parameters. For
 squared error, one factorisation of its Jacobian, kernel or curvature determines the
@@ -8,6 +9,10 @@ input after that costs a product.
 """
 
 from ._correction import Correction as Correction, correction as correction
+from ._covariance import (
+    covariance as covariance,
+    ParameterCovariance as ParameterCovariance,
+)
 from ._gaussian import Gaussian as Gaussian
 from ._paths import (
     Descent as Descent,
@@ -24,8 +29,10 @@ __all__ = [
     "Descent",
     "Flow",
     "Gaussian",
+    "ParameterCovariance",
     "Posterior",
     "correction",
+    "covariance",
     "gradient_descent",
     "gradient_flow",
     "posterior",

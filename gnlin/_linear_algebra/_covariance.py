@@ -1,4 +1,4 @@
-"""The covariance of a fit's parameters, from singular values."""
+"""The covariance of fitted parameters, from singular values."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Scalar
 
 from .._common import _tree
 from .._common._tree import matmul
-from .._linear_algebra import _small_svd
+from . import _small_svd
 
 
 # A parameter, or a function of them, is undetermined if more than this part of it lies in
@@ -42,18 +42,25 @@ class Covariance(NamedTuple):
         """Return the covariance. For undetermined parameters it is infinite on the
         diagonal and NaN elsewhere."""
         known = variance * matmul(self.factor, self.factor.T)
-        both = self.determined[:, None] & self.determined[None, :]
-        unknown = jnp.where(jnp.eye(self.determined.size, dtype=bool), jnp.inf, jnp.nan)
-        return jnp.where(both, known, unknown.astype(known.dtype))
+        return where_determined(self.determined, known)
+
+    def covariance_of(self, matrix: Float[Array, "n k"]) -> Float[Array, "n n"]:
+        """Return the covariance of n linear functions of the parameters, in units of the
+        residuals' variance, likewise."""
+        half = matmul(matrix, self.factor)
+        return where_determined(self.determines(matrix), matmul(half, half.T))
 
     def variances(self, matrix: Float[Array, "n k"], variance: Scalar) -> Array:
         """Return the variances of n linear functions of the parameters. They are infinite
         for functions that the residuals do not determine."""
         known = variance * jnp.sum(matmul(matrix, self.factor) ** 2, axis=1)
+        return jnp.where(self.determines(matrix), known, jnp.inf)
+
+    def determines(self, matrix: Float[Array, "n k"]) -> Bool[Array, " n"]:
+        """Whether the residuals determine n linear functions of the parameters."""
         change = jnp.linalg.norm(matmul(matrix, self.directions.T), axis=1)
         whole = jnp.linalg.norm(matrix / self.units[None], axis=1)
-        is_determined = change <= self.rounding * whole
-        return jnp.where(is_determined, known, jnp.inf)
+        return change <= self.rounding * whole
 
     def less(
         self, curvature: Float[Array, " m"], jacobian: Float[Array, "m k"]
@@ -68,6 +75,16 @@ class Covariance(NamedTuple):
         lower = jnp.linalg.cholesky(jnp.where(is_positive, left, identity))
         factor = solve_triangular(lower, self.factor.T, lower=True).T
         return self._replace(factor=factor, is_whole=is_positive)
+
+
+def where_determined(
+    determined: Bool[Array, " n"], matrix: Float[Array, "n n"]
+) -> Float[Array, "n n"]:
+    """Return a covariance with infinity on the diagonal, and NaN elsewhere, for what is
+    not determined."""
+    both = determined[:, None] & determined[None, :]
+    unknown = jnp.where(jnp.eye(len(matrix), dtype=bool), jnp.inf, jnp.nan)
+    return jnp.where(both, matrix, unknown.astype(matrix.dtype))
 
 
 def covariance(

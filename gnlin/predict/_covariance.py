@@ -1,0 +1,389 @@
+"""The covariance of parameters that were fitted to groups of residuals, or to data."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree, Scalar
+
+from .._common import _tree
+from .._common._checks import check_callable, check_count, check_flag, is_traced
+from .._common._tree import Structure
+from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._linear_algebra._covariance import (
+    Covariance,
+    covariance as covariance_of_matrix,
+    where_determined,
+)
+from .._linearisation._linearisation import Linearisation, linearise
+from .._linearisation._objective import (
+    AbstractObjective,
+    GroupLoss,
+    GroupLosses,
+    objective_of,
+)
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._retraction import Retraction
+from .._subproblem import choose
+from .._training._data import as_batch
+from .._training._group_network import GroupNetwork
+from .._training._model import Frozen, make_network, Network
+from .._training._residuals import (
+    as_groups,
+    Groups,
+    GroupsByName,
+    of_groups,
+    refuse_samplers,
+    Residuals,
+)
+from .._training._solution import Solution
+from ..filters import Tikhonov
+from ..losses import AbstractLoss, SquaredError
+from ..losses._base import check_loss, with_reduction
+from ._linearised import check_finite
+
+
+# The model counts as at the minimum within this many standard deviations, measured by the
+# length of a Newton step. The errors change little over a fraction of themselves.
+_AT_MINIMUM = 0.1
+# Sparse problems of more parameters than this are solved for each function. A matrix of
+# 2,000 parameters takes some ten seconds.
+_MANY = 2000
+# A function is undetermined if its variance falls by more than the first factor when the
+# damping, a multiple of the rounding of the curvature, rises by the second.
+_FALLS, _RISES, _ROUNDINGS = 1.5, 4.0, 100.0
+
+
+class Estimate(NamedTuple):
+    """A function of the parameters, and its standard error in the same structure."""
+
+    value: PyTree
+    standard_error: PyTree
+
+
+def covariance(
+    model: PyTree,
+    data: GroupsByName | Groups | Sequence[Residuals] | Residuals | tuple[PyTree, ...],
+    *,
+    loss: AbstractLoss = SquaredError(),
+    absolute_sigma: bool = True,
+    retraction: Any = None,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+) -> "ParameterCovariance":
+    r"""Compute the covariance of parameters that were fitted to groups of residuals, such
+    as cameras and points, poses of a graph, or curves that share parameters.
+
+    It is the inverse of the curvature at the minimum,
+    $\bigl(\sum_g w_g\,\phi_g^\top H_g\,\phi_g\bigr)^{-1}$, with $H_g$ the second
+    derivatives of the loss of group g. For squared error and weights that are inverse
+    variances, and for negative log-likelihoods, these are the usual standard errors. A
+    fit of one curve has more of them in [`gnlin.curve_fit`][], such as profiles; the
+    uncertainty of a network's outputs is that of [`gnlin.predict.posterior`][].
+
+    What the residuals do not determine has an infinite error, such as the places of poses
+    of which only differences were measured. Functions of the parameters that they do
+    determine, such as a distance between two poses, have finite errors still.
+
+    **Arguments:**
+
+    - `model`: the [`gnlin.Solution`][] of [`gnlin.solve`][] or [`gnlin.fit`][], or a
+        model at the minimum. If it was trained with a prior, pass the prior as one more
+        group.
+    - `data`: the groups of residuals, as for [`gnlin.solve`][]; or `(inputs, targets)` or
+        `(inputs, targets, weights)`.
+    - `loss`: the loss of one example, if `data` are inputs and targets. Its sum over the
+        examples counts, whatever its `reduction`.
+    - `absolute_sigma`: whether the weights are inverse variances. If not, the covariance
+        is multiplied by $2L/(m - k)$, with L the loss, m the number of residuals, and k
+        of parameters. Only for squared error.
+    - `retraction`: as in [`gnlin.LevenbergMarquardt`][], for rotations and poses. Errors
+        are then those of the step from the minimum.
+    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. The others count
+        as known. Leave out parameters at a bound.
+    - `memory_budget`: the maximum bytes of a matrix.
+
+    **Returns:** a [`gnlin.predict.ParameterCovariance`][].
+
+    **Raises:** `ValueError` if an argument makes no sense, or if anything is not finite.
+
+    !!! example
+
+        ```python
+        peak = lambda p, x: p["height"] * jnp.exp(-(x / p["width"]) ** 2)
+        x = jnp.linspace(-3, 3, 60)
+        y = 2 * jnp.exp(-(x**2)) + 0.01 * jnp.cos(40 * x)
+        groups = {
+            "peak": gnlin.Residuals(lambda p, d: (peak(p, d[0]) - d[1]) / 0.01, (x, y)),
+            "width": gnlin.Residuals(lambda p, _: (p["width"] - 1.02) / 0.05),
+        }
+        start = {"height": jnp.array(1.0), "width": jnp.array(2.0)}
+        solution = gnlin.solve(start, groups)
+        known = gnlin.predict.covariance(solution, groups)
+        known.standard_errors["width"]
+        area, error = known.derived(lambda p: jnp.sqrt(jnp.pi) * p["height"] * p["width"])
+        ```
+
+    ??? cite "Reference"
+
+        G. Seber and C. Wild, *Nonlinear Regression* (1989), section 2.1; for what the
+        data do not determine: Å. Björck, *Numerical methods for least squares problems*
+        (1996), section 2.8.
+    """
+    check_loss(loss)
+    check_flag("absolute_sigma", absolute_sigma)
+    check_count("memory_budget", memory_budget)
+    if isinstance(model, Solution):
+        if model.prior is not None:
+            raise ValueError(
+                "The model was trained with a prior: add it to the groups, such as "
+                "`gnlin.Residuals(lambda model, _: eqx.filter(model, "
+                "eqx.is_inexact_array), weight=1 / s**2)`, and pass `solution.model`."
+            )
+        model = model.model
+    groups = as_groups(data)
+    network: Network | GroupNetwork
+    losses: AbstractLoss | GroupLosses
+    if groups is None:
+        batch = as_batch(data)
+        parameters, network = make_network(model, filter_spec)
+        batch = network.args(batch[0], None, None), *batch[1:]
+        losses = with_reduction(loss, "sum")
+    else:
+        refuse_samplers(groups)
+        if not eqx.tree_equal(loss, SquaredError()):
+            raise ValueError("`loss` is not for groups, each of which has its own.")
+        parameters, network, batch, losses = of_groups(model, groups, filter_spec)
+    curved = Retraction.of(retraction, parameters) if retraction is not None else None
+    known = _at(network, losses, parameters, batch, curved, absolute_sigma, memory_budget)
+    known = ParameterCovariance(*known, network.frozen)
+    check_finite(known._distance)
+    if not is_traced(known._distance) and known._distance > _AT_MINIMUM:
+        warnings.warn(
+            f"The model is {float(known._distance):.2g} standard deviations from the "
+            "minimum, where the covariance holds: train it further, and leave parameters "
+            "at a bound out by `filter_spec`.",
+            stacklevel=2,
+        )
+    return known
+
+
+@eqx.filter_jit
+def _at(
+    network: Network | GroupNetwork,
+    losses: AbstractLoss | GroupLosses,
+    parameters: PyTree[Array],
+    batch: tuple,
+    retraction: Retraction | None,
+    absolute_sigma: bool,
+    memory_budget: int,
+) -> tuple:
+    """Return the fields of the covariance at a model's parameters."""
+    lin = linearise(network.function(), parameters, batch[0], memory_budget=memory_budget)
+    outputs = Structure.of(lin.outputs).tree
+    losses.check(outputs, batch[1])
+    objective = objective_of(losses, outputs, batch)
+    if not absolute_sigma and not objective.is_quadratic:
+        raise ValueError("`absolute_sigma=False` is for squared error only.")
+    if retraction is not None:
+        lin = lin.along(retraction)
+    problem = objective.expand(lin)
+    slope = problem.gradient()
+    p, cost = problem.jacobian.domain.size, problem.jacobian.cost()
+    inverse: _Factor | _Solves
+    if cost.rows_fit and not (problem.jacobian.is_sparse and p > _MANY):
+        inverse = _Factor.of(problem, _moving(lin))
+    else:
+        inverse = _Solves.of(problem)
+    loss = objective.value(lin.outputs)
+    number = _num_residuals(objective, lin.outputs).astype(loss.dtype)
+    dof = number - inverse.rank.astype(loss.dtype)
+    scale = jnp.ones_like(loss) if absolute_sigma else 2 * loss / dof
+    newton = inverse.newton_decrement(slope).astype(scale.dtype)
+    distance = newton / jnp.sqrt(jnp.where(scale > 0, scale, 1))
+    return scale, dof, parameters, retraction, inverse, distance
+
+
+def _num_residuals(objective: AbstractObjective, outputs: PyTree[Array]) -> Scalar:
+    """Return the number of residuals of positive weight."""
+    if isinstance(objective, GroupLoss):
+        parts = ((part, outputs[name]) for name, part in objective.parts.items())
+    else:
+        parts = ((objective, outputs),)
+    number = jnp.array(0)
+    for part, of_part in parts:
+        size, weights = _tree.size(of_part), part.weights
+        if weights is not None:
+            size = size // len(weights) * jnp.sum(weights > 0)
+        number += size
+    return number
+
+
+def _moving(lin: Linearisation) -> Bool[Array, " p"]:
+    """Return which entries of a step move the parameters. A retraction, such as that of a
+    pose of seven numbers, may use fewer entries than there are."""
+    leaves = jax.tree.leaves(lin.point)
+    moving = [jnp.ones(x.size, bool) for x in leaves]
+    if lin.retraction is not None:
+        for k, tangents in enumerate(lin.retraction.tangents(lin.point)):
+            if tangents is not None:
+                moving[k] = jnp.any(tangents != 0, axis=1).ravel()
+    return jnp.concatenate(moving)
+
+
+class _Factor(eqx.Module):
+    """The inverse of the curvature from the singular values of the whole Jacobian."""
+
+    known: Covariance
+    rank: Scalar
+
+    @staticmethod
+    def of(problem: Quadratic, moving: Bool[Array, " p"]) -> "_Factor":
+        matrix = problem.jacobian.as_matrix()
+        known = covariance_of_matrix(
+            matrix, moving, moving, jnp.array(len(matrix), matrix.dtype)
+        )
+        return _Factor(known, known.rank)
+
+    def covariance_of(self, rows: Float[Array, "k p"]) -> Float[Array, "k k"]:
+        """Return the covariance of linear functions of the parameters."""
+        return self.known.covariance_of(rows)
+
+    def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
+        """Return the length of a Newton step in standard deviations."""
+        return jnp.linalg.norm(self.known.factor.T @ _tree.ravel_pytree(slope)[0])
+
+    def standard_errors(self, structure: Structure) -> PyTree[Array]:
+        one = jnp.ones((), self.known.factor.dtype)
+        return structure.unravel(jnp.sqrt(jnp.diagonal(self.known.matrix(one))))
+
+
+class _Solves(eqx.Module):
+    """The inverse of the curvature by one damped solve for each function, for sparse
+    problems of many parameters. The damping is that of rounding."""
+
+    problem: Quadratic
+    damping: Scalar
+    rank: Scalar
+
+    @staticmethod
+    def of(problem: Quadratic) -> "_Solves":
+        zeros = jax.tree.map(jnp.zeros_like, problem.residual)
+        jacobian = problem.jacobian.at_hand_if_it_fits()
+        largest = _tree.max_norm(jacobian.squared_columns())
+        damping = _ROUNDINGS * _tree.eps(problem.residual) * largest
+        return _Solves(Quadratic(jacobian, zeros), damping, jnp.array(jacobian.shape[1]))
+
+    def covariance_of(self, rows: Float[Array, "k p"]) -> Float[Array, "k k"]:
+        """Return the covariance of linear functions of the parameters."""
+
+        unravel = self.problem.jacobian.domain.unravel
+
+        def inverse(row: Float[Array, " p"], damping: Scalar) -> Float[Array, " p"]:
+            return -_tree.ravel_pytree(self._step(unravel(row), damping))[0]
+
+        less, more = (
+            jax.lax.map(lambda row, d=damping: inverse(row, d), rows)
+            for damping in (self.damping, _RISES * self.damping)
+        )
+        found = _tree.matmul(rows, less.T)
+        damped = jnp.sum(rows * more, axis=1)
+        determined = jnp.diagonal(found) <= _FALLS * damped
+        return where_determined(determined, 0.5 * (found + found.T))
+
+    def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
+        """Return the length of a Newton step in standard deviations. A product with the
+        Jacobian removes what rounding adds in directions without curvature."""
+        step = self._step(slope, self.damping)
+        return _tree.norm(self.problem.jacobian.mv(step))
+
+    def _step(self, slope: PyTree[Array], damping: Scalar) -> PyTree[Array]:
+        problem, filter = dataclasses.replace(self.problem, rest=slope), Tikhonov(damping)
+        return choose(problem, filter).solve(filter).step
+
+
+class ParameterCovariance(eqx.Module):
+    """The covariance of fitted parameters, from [`gnlin.predict.covariance`][].
+
+    **Attributes:**
+
+    - `scale`: the factor of the inverse curvature; 1 if the weights are inverse
+        variances.
+    - `degrees_of_freedom`: the number of residuals of positive weight minus the number of
+        parameters that they determine. With many parameters all count as determined.
+    """
+
+    scale: Scalar
+    degrees_of_freedom: Scalar
+    _parameters: PyTree[Array]
+    _retraction: Retraction | None
+    _inverse: _Factor | _Solves
+    _distance: Scalar  # to the minimum
+    _frozen: Frozen
+
+    def __repr__(self) -> str:
+        return f"ParameterCovariance(of {_tree.size(self._parameters):,} parameters)"
+
+    @property
+    def standard_errors(self) -> PyTree[Array]:
+        """The standard error of each parameter, in the structure of the model, with
+        `None` for other leaves. It is infinite if the residuals do not determine the
+        parameter, and zero for an entry of a step that the retraction does not use.
+
+        **Raises:** `ValueError` if the residuals are sparse and have more than 2,000
+        parameters."""
+        if isinstance(self._inverse, _Solves):
+            raise ValueError(
+                f"The errors of all {_tree.size(self._parameters):,} parameters would "
+                "take as many solves: ask for those that you need, such as "
+                '`derived(lambda model: model["poses"][3])`.'
+            )
+        errors = self._inverse.standard_errors(Structure.of(self._parameters))
+        return jax.tree.map(lambda x: jnp.sqrt(self.scale).astype(x.dtype) * x, errors)
+
+    def derived(self, fn: Callable[[Any], PyTree[Array]]) -> Estimate:
+        """Return a function of the model with its standard error, by linear propagation
+        of the covariance.
+
+        **Arguments:**
+
+        - `fn`: a function of the model, by JAX operations, that returns a pytree of
+            floating-point arrays.
+
+        **Returns:** `(value, standard_error)`. An error is infinite if the residuals do
+        not determine the value.
+        """
+        lin = self._linearised(fn)
+        errors = jnp.sqrt(jnp.diagonal(self._of(lin)))
+        return Estimate(lin.outputs, Structure.of(lin.outputs).unravel(errors))
+
+    def matrix(self, fn: Callable[[Any], PyTree[Array]]) -> Float[Array, "k k"]:
+        """Return the covariance of the k numbers that a function of the model returns, in
+        `ravel_pytree` order: infinite on the diagonal and NaN elsewhere for those that
+        the residuals do not determine."""
+        return self._of(self._linearised(fn))
+
+    def _linearised(self, fn: Callable[[Any], PyTree[Array]]) -> Linearisation:
+        check_callable("fn", fn, "a function of the model", 'lambda p: p["a"] ** 2')
+
+        def value(parameters: PyTree[Array], _: None) -> PyTree[Array]:
+            model = self._frozen.in_training(parameters)
+            return fn(model if self._frozen.fn is None else model[1])
+
+        lin = linearise(value, self._parameters)
+        return lin if self._retraction is None else lin.along(self._retraction)
+
+    def _of(self, lin: Linearisation) -> Float[Array, "k k"]:
+        found = _covariance_of(self._inverse, lin.matrix())
+        return self.scale.astype(found.dtype) * found
+
+
+@eqx.filter_jit
+def _covariance_of(
+    inverse: _Factor | _Solves, rows: Float[Array, "k p"]
+) -> Float[Array, "k k"]:
+    return inverse.covariance_of(rows)
