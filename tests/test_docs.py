@@ -148,11 +148,15 @@ REACHED = {
         and n["kernel"].shape == (10, 50)
         and n["between"].shape == (40, 20)
         and abs(n["found"].value["rate"] - 1.3) < 0.05
+        and abs(n["known"].standard_errors["rate"] - 0.023) < 5e-4
+        and abs(n["half_life"] - np.log(2) / 1.3) < 2 * n["error"]
     ),
     "docs/graphs.md": lambda n: (
         np.allclose(n["poses"][200], [0, 0, 2 * np.pi], atol=1e-6)
         and n["solved"].loss < 1e-6 * n["solved"].history.loss[0]
         and n["sparsity"].num_colors <= 14
+        and np.all(np.linalg.eigvalsh(n["block"]) > 0)
+        and 0.05 < n["error"] < 0.5
         and np.allclose(n["turned"][:, 2:], n["poses"][:, :2], atol=1e-6)
         and np.allclose(n["found"], n["poses"], atol=1e-6)
     ),
