@@ -22,7 +22,7 @@ import optimistix as optx
 import pytest
 import scipy.special
 from jax.flatten_util import ravel_pytree
-from problems import each_once, equations, numbers
+from problems import each_once, equations, num_compiled, numbers
 
 import gnlin
 from gnlin._linearisation._objective import BatchLoss
@@ -1229,3 +1229,37 @@ def test_an_outlier_whose_square_overflows():
 def test_redescending_losses_need_a_scale(name):
     with pytest.raises(ValueError, match="`delta` must be greater than 0"):
         FORGETTING[name][0](0.0)
+
+
+def test_delta_is_a_number_like_any_other():
+    """Another delta compiles nothing, many are one call, and it has a derivative."""
+    of_delta, solver = gnlin.losses.Cauchy, gnlin.LevenbergMarquardt(rtol=1e-12)
+    x = jnp.linspace(0.0, 2.0, 20)
+    y = (2 * jnp.exp(-x)).at[3].add(2.0)
+
+    def found(delta, solver=solver, **options):
+        fn = lambda p, d: p[0] * jnp.exp(-p[1] * d[0]) - d[1]
+        group = gnlin.Residuals(fn, (x, y), loss=of_delta(delta))
+        start = jnp.array([1.5, 0.7])
+        return optx.least_squares(group, solver, start, **options).value
+
+    def solved(delta):
+        return gnlin.solve((line, jnp.ones(2)), (x, y), loss=of_delta(delta)).model[1]
+
+    line = lambda p, x: p[0] + p[1] * x
+    solved(0.1)
+    assert num_compiled(lambda: solved(0.2)) == 0
+    both = jax.vmap(solved)(jnp.array([0.1, 0.2]))
+    np.testing.assert_allclose(both, [solved(0.1), solved(0.2)], rtol=1e-6)
+    assert np.all(np.isnan(jax.jit(lambda d: of_delta(d).elementwise(x, y))(-1.0)))
+
+    step = 1e-5
+    expected = (found(0.3 + step) - found(0.3 - step)) / (2 * step)
+    implicit = {"adjoint": gnlin.methods.ImplicitAdjoint()}
+    others = optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10)
+    for derivative in (
+        jax.jacfwd(found)(0.3),
+        jax.jacrev(lambda delta: found(delta, **implicit))(0.3),
+        jax.jacrev(lambda delta: found(delta, others))(0.3),
+    ):
+        np.testing.assert_allclose(derivative, expected, rtol=1e-5)

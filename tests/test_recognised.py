@@ -392,3 +392,11 @@ def test_mistakes_of_groups():
             steps=1,
             progress=False,
         )
+
+
+def test_arguments_that_depend_on_the_parameters():
+    group = gnlin.Residuals(lambda y, z: y * z - 3.0)
+    found = optx.least_squares(
+        lambda y, _: group(y, y), gnlin.LevenbergMarquardt(), jnp.array([1.0])
+    )
+    np.testing.assert_allclose(found.value, 3.0**0.5)

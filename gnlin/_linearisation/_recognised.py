@@ -124,10 +124,10 @@ def recognised(
     returns residuals and auxiliary data; `None` if `fn` is not recognised."""
     closed, (outputs, _), _ = eqx.filter_make_jaxpr(fn)(y, args)
     program = closed.jaxpr
-    num_parameters = len(jax.tree.leaves(y))
-    parameters = program.invars[:num_parameters]
+    leaves = jax.tree.leaves(y)
+    parameters, others = program.invars[: len(leaves)], program.invars[len(leaves) :]
     given = jax.tree.leaves(eqx.filter(args, eqx.is_array))
-    values = dict(zip(program.invars[num_parameters:], given, strict=True))
+    values = dict(zip(others, given, strict=True))
     values |= dict(zip(program.constvars, closed.consts, strict=True))
     names: dict[Any, Any] = {}
     for equation in program.eqns:
@@ -137,13 +137,18 @@ def recognised(
     for equation in program.eqns:
         if equation.primitive is not _residuals or equation.outvars != made:
             continue
-        call, taken = equation.params["call"], equation.invars
-        if taken[: call.num_parameters] != parameters:
-            continue
-        if all(isinstance(x, Literal) or x in values for x in taken):
-            leaves = [x.val if isinstance(x, Literal) else values[x] for x in taken]
-            return call.posed(leaves)[1]
+        call = equation.params["call"]
+        k = call.num_parameters
+        taken, rest = equation.invars[:k], equation.invars[k:]
+        # What depends on the parameters is more than their function's `args`.
+        if taken == parameters and all(_is_known(x, values) for x in rest):
+            known = [x.val if isinstance(x, Literal) else values[x] for x in rest]
+            return call.posed([*leaves, *known])[1]
     return None
+
+
+def _is_known(x: Any, values: dict[Any, Any]) -> bool:
+    return isinstance(x, Literal) or x in values
 
 
 def _passed_on(equation: JaxprEqn) -> dict[Any, Any]:

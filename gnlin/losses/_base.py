@@ -12,7 +12,7 @@ import numpy as np
 from equinox import AbstractVar
 from jax.core import Tracer
 from jax.scipy.special import gammaln, xlogy
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import check_one_of
@@ -61,6 +61,9 @@ class AbstractLoss(eqx.Module):
     def __check_init__(self):
         if self.reduction is not None:
             check_one_of("reduction", self.reduction, get_args(Reduction))
+
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
 
     def reduced(self, default: Reduction) -> "AbstractLoss":
         """Return the loss with `default` as its reduction if it has none."""
@@ -168,7 +171,7 @@ class AbstractElementwiseLoss(AbstractLoss):
         raise NotImplementedError
 
     @property
-    def unit(self) -> float:
+    def unit(self) -> ScalarLike:
         """The scale of the loss, used to recognise steep outputs with tiny curvature."""
         return 1.0
 
@@ -181,7 +184,7 @@ class AbstractElementwiseLoss(AbstractLoss):
 
     def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
         root = jax.tree.map(self.root, outputs, as_outputs(target, outputs))
-        return DiagonalFactor(root, self.unit)
+        return DiagonalFactor(root, jnp.asarray(self.unit, _tree.dtype(root)))
 
     def check(self, outputs, targets) -> None:
         check_shapes(outputs, targets)

@@ -9,7 +9,7 @@ import abc
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, ScalarLike
 
 from .._common._tree import matmul, ravel_pytree
 from .._linear_algebra._lapack import eigh
@@ -52,7 +52,7 @@ class IdentityFactor(AbstractFactor):
         return gradient, None
 
 
-def _is_steep(gradient: Array, root: Array, unit: float | Array) -> Array:
+def _is_steep(gradient: Array, root: Array, unit: ScalarLike) -> Array:
     """Whether the curvature is negligible for this gradient, or NaN: `(gradient/root)**2`
     exceeds `unit / eps`, and the Newton step exceeds 1/sqrt(eps)."""
     eps = jnp.finfo(gradient.dtype).eps
@@ -74,7 +74,7 @@ class DiagonalFactor(AbstractFactor):
     """
 
     root: PyTree[Array]
-    unit: float = eqx.field(static=True, default=1.0)
+    unit: ScalarLike = 1.0
 
     def mv(self, v: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(jnp.multiply, self.root, v)
@@ -106,7 +106,7 @@ class IsotropicFactor(AbstractFactor):
     along: PyTree[Array]
     across: PyTree[Array]
     axis: int = eqx.field(static=True)
-    unit: float = eqx.field(static=True)
+    unit: ScalarLike
 
     def _split(self, v: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         """Return the component along n, and the vector across it."""

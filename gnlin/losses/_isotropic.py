@@ -78,7 +78,8 @@ class Isotropic(AbstractLoss):
         direction, size = self._polar(outputs, target)
         along = jax.tree.map(lambda s: self.loss.root(s, jnp.zeros_like(s)), size)
         across = jax.tree.map(self.loss.root_of_weight, size)
-        return IsotropicFactor(direction, along, across, self.axis, self.loss.unit)
+        unit = jnp.asarray(self.loss.unit, _tree.dtype(along))
+        return IsotropicFactor(direction, along, across, self.axis, unit)
 
     def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
         def scaled(output, target):

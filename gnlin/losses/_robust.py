@@ -1,15 +1,21 @@
 """Robust losses, which grow at most linearly and so limit the influence of outliers."""
 
-import functools
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, ScalarLike
 
-from .._common._checks import check_finite_positive, check_flag
+from .._common._checks import (
+    as_scalar,
+    check_finite_positive,
+    check_flag,
+    check_scalar,
+    nan_unless,
+    positive,
+)
 from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 
 
@@ -26,60 +32,74 @@ class AbstractRobust(AbstractElementwiseLoss):
     than half the square of larger ones."""
 
     _rho: ClassVar[Rho]
-    delta: float = 1.0
+    delta: ScalarLike = eqx.field(default=1.0, converter=as_scalar)
     reduction: Reduction | None = None
     reweighted: bool = eqx.field(default=False, static=True, kw_only=True)
 
     def __check_init__(self):
-        if not isinstance(self.delta, float | int):
-            raise ValueError(f"`delta` must be a number, but {self.delta!r} was given.")
+        check_scalar("delta", self.delta)
         check_finite_positive("delta", self.delta)
         check_flag("reweighted", self.reweighted)
 
+    def _delta(self, like: Array) -> Array:
+        delta = nan_unless(positive(self.delta), self.delta)
+        return delta.astype(like.dtype)
+
     def elementwise(self, output: Array, target: Array) -> Array:
-        return self.delta * (self.delta * self._rho.value((output - target) / self.delta))
+        delta = self._delta(output)
+        return delta * (delta * self._rho.value((output - target) / delta))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return self.delta * self._rho.slope((output - target) / self.delta)
+        delta = self._delta(output)
+        return delta * self._rho.slope((output - target) / delta)
 
     def root(self, output: Array, target: Array) -> Array:
         if self.reweighted:
             return self.root_of_weight(output - target)
-        return self._rho.root((output - target) / self.delta)
+        return self._rho.root((output - target) / self._delta(output))
 
     def root_of_weight(self, residual: Array) -> Array:
         r"""Return the square root of $\rho'(r)/r$, the weight of iteratively reweighted
         least squares: the curvature of the parabola that touches the loss at r."""
-        u = residual / self.delta
+        u = residual / self._delta(residual)
         normal = u != 0
         weight = self._rho.slope(u) / jnp.where(normal, u, 1)
         return jnp.sqrt(jnp.where(normal, weight, 1))
 
     @property
-    def unit(self) -> float:
-        return float(self.delta) ** 2
+    def unit(self) -> ScalarLike:
+        return self.delta**2
 
     def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
-        each = functools.partial(_signed_root, self)
+        each = lambda output, target: _signed_root(output, target, self)
         return jax.tree.map(each, outputs, as_outputs(target, outputs))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _signed_root(loss: AbstractRobust, output: Array, target: Array) -> Array:
+@eqx.filter_custom_jvp
+def _signed_root(output: Array, target: Array, loss: AbstractRobust) -> Array:
     r"""Return $z = \pm\sqrt{2\rho(r)}$ with the sign of the residual r, which is smooth
     in r, and close to r if r is small."""
     root = jnp.sqrt(2 * loss.elementwise(output, target))
     return jnp.where(output < target, -root, root)
 
 
-@_signed_root.defjvp
-def _(loss: AbstractRobust, primals, tangents):
-    output, target = primals
-    z = _signed_root(loss, output, target)
+@_signed_root.def_jvp
+def _(primals, tangents):
+    (output, target, loss), (d_output, d_target, d_loss) = primals, tangents
+    z = _signed_root(output, target, loss)
     # z dz = rho'(r) dr. If r^2 underflows, z is 0 and dz = dr.
     normal = z != 0
-    slope = loss.derivative(output, target) / jnp.where(normal, z, 1)
-    return z, jnp.where(normal, slope, 1) * (tangents[0] - tangents[1])
+    divisor = jnp.where(normal, z, 1)
+    slope = jnp.where(normal, loss.derivative(output, target) / divisor, 1)
+    zero = jnp.zeros_like(z)
+    d_residual = (zero if d_output is None else d_output) - (
+        zero if d_target is None else d_target
+    )
+    by_delta = eqx.filter_jvp(
+        lambda loss: loss.elementwise(output, target), (loss,), (d_loss,)
+    )[1]
+    by_delta = zero if by_delta is None else by_delta
+    return z, slope * d_residual + jnp.where(normal, by_delta / divisor, 0)
 
 
 class Huber(AbstractRobust):
