@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._checks import nan_unless, nonnegative
 from .._common._tree import Structure
-from ..losses import AbstractLoss
-from ..losses._base import Reduction
+from ..losses import AbstractElementwiseLoss, AbstractLoss
+from ..losses._base import as_outputs, Reduction
 from ..losses._factors import AbstractFactor, IdentityFactor
 from ._linearisation import Linearisation
 from ._quadratic import Quadratic
@@ -171,6 +171,19 @@ class BatchLoss(AbstractObjective):
 
     def value(self, outputs: PyTree[Array]) -> Scalar:
         return self._reduce(jax.vmap(self.loss.value)(outputs, self.targets))
+
+    def left_out(self, outputs: PyTree[Array]) -> Scalar:
+        """Return what the value leaves out of a negative log-likelihood, as a constant
+        log-likelihood of the targets."""
+        loss = self.loss
+        if not isinstance(loss, AbstractElementwiseLoss):
+            return jnp.zeros((), _tree.dtype(outputs))
+
+        def of_one(outputs, target):
+            each = jax.tree.map(loss.saturated, as_outputs(target, outputs))
+            return _tree.total(each, _tree.dtype(outputs))
+
+        return self._reduce(jax.vmap(of_one)(outputs, self.targets))
 
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
         each = jax.vmap(self.loss.decrease)(outputs, new_outputs, self.targets)

@@ -269,8 +269,9 @@ class Posterior(eqx.Module):
         For squared error it is $-\frac12 r^\top(s^2\Theta + \sigma^2 I)^{-1} r -
         \frac12\log\det 2\pi(s^2\Theta + \sigma^2 I)$; with another loss it is
         $-L - \frac{1}{2s^2}\lVert\theta\rVert^2 - \frac12\log\det(I + s^2\Theta)$,
-        with $\theta$ relative to the mean of the prior. $L$ is the loss, which for counts
-        and successes leaves out a constant of the data and the dispersion.
+        with $\theta$ relative to the mean of the prior. $L$ is the negative
+        log-likelihood, with all constants for gnlin's counts and successes, so that
+        dispersions can be compared.
 
         ??? cite "Reference"
 
@@ -282,7 +283,9 @@ class Posterior(eqx.Module):
         variance, scale = self.noise**2, self.prior**2
         if not self._is_quadratic:
             train = self._linearised.train
-            loss = self._linearised.objective.value(train.outputs).astype(w.dtype)
+            objective = self._linearised.objective
+            loss = objective.value(train.outputs) - objective.left_out(train.outputs)
+            loss = loss.astype(w.dtype)
             moved = self._linearised.moved()
             squared = _tree.dot(moved, moved).astype(w.dtype)
             return -loss - squared / (2 * scale) - 0.5 * jnp.sum(jnp.log1p(scale * w))
