@@ -12,7 +12,7 @@ import optax
 import pytest
 from hypothesis import given, strategies as st
 from scipy import integrate, optimize, stats
-from scipy.special import logsumexp, softmax
+from scipy.special import expit, logsumexp, softmax
 
 import gnlin
 
@@ -575,6 +575,34 @@ def test_the_evidence_of_outputs_whose_squares_nearly_underflow():
     np.testing.assert_allclose(found[1], found[0], rtol=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("loss", "logpmf"),
+    [
+        (gnlin.losses.BinomialNLL(30), lambda f: stats.binom(30, expit(f)).logpmf),
+        (gnlin.losses.PoissonNLL(), lambda f: stats.poisson(np.exp(f)).logpmf),
+        (
+            gnlin.losses.NegativeBinomialNLL(0.2),
+            lambda f: stats.nbinom(5, 1 / (1 + 0.2 * np.exp(f))).logpmf,
+        ),
+    ],
+)
+def test_the_evidence_of_counts_has_all_constants(loss, logpmf):
+    """Compare with the integral over one parameter. The weight 2 repeats an example."""
+    inputs, counts = jnp.array([1.0, 0.5, 0.8]), np.array([3, 12, 20])
+    weights, prior = np.array([1.0, 2.0, 1.0]), 0.7
+    data = inputs, jnp.asarray(counts), jnp.asarray(weights)
+    model = lambda w, x: 2 + w * x, jnp.array(0.0)
+    solution = gnlin.solve(model, data, loss=loss, prior=prior)
+    found = gnlin.predict.posterior(solution, data, loss=loss).log_evidence()
+
+    def joint(w):
+        likelihood = weights @ logpmf(2 + w * np.asarray(inputs))(counts)
+        return np.exp(likelihood + stats.norm(0, prior).logpdf(w))
+
+    exact = np.log(integrate.quad(joint, -5, 5)[0])
+    assert float(found) == pytest.approx(exact, abs=0.01)  # Laplace's approximation
+
+
 class Scaled(gnlin.authoring.AbstractLoss):
     scale: float
     reduction: str | None = eqx.field(static=True)
@@ -713,6 +741,9 @@ def test_errors_of_arguments(unchecked):
         "targets must have the shape": lambda: descent(model, (inputs, targets[:, 0])),
         "same number of examples": lambda: descent(model, (inputs, targets[:3])),
         "must be a pair": lambda: descent(model, inputs),
+        "but groups of `gnlin.Residuals`": lambda: posterior(
+            model, {"data": gnlin.Residuals(model, inputs, targets=targets)}, noise=1.0
+        ),
         "not finite": lambda: descent(model, (inputs, targets * jnp.nan)),
         "0 examples": lambda: predict(inputs[:0]),
         "the input of one example": lambda: predict(inputs[:, :2]),

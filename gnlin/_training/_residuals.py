@@ -373,6 +373,15 @@ def _batch_sizes(
     return sizes
 
 
+def refuse_groups(data: Any) -> None:
+    if as_groups(data) is not None:
+        raise ValueError(
+            "Predictions need `(inputs, targets)`, but groups of `gnlin.Residuals` were "
+            "given: for their Jacobian, kernel and curvature use "
+            "`gnlin.features.linearise_model`."
+        )
+
+
 def refuse_samplers(groups: GroupsByName) -> None:
     for name, group in groups.items():
         if callable(group.data):

@@ -16,6 +16,7 @@ from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import BatchLoss
 from .._training._data import as_batch, as_inputs
 from .._training._model import make_network, Network, partition
+from .._training._residuals import refuse_groups
 from ..losses import AbstractLoss
 from ..losses._base import check_loss
 
@@ -53,6 +54,7 @@ class LinearisedModel(eqx.Module):
         check_loss(loss)
         check_flag("from_zero", from_zero)
         check_count("memory_budget", memory_budget)
+        refuse_groups(data)
         batch = as_batch(data)
         parameters, network = make_network(model, filter_spec)
         if about is not None:
