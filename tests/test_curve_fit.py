@@ -1393,6 +1393,32 @@ def test_squares_that_underflow_during_the_run():
         gnlin.curve_fit(decay, x, size * Y.astype(np.float32), start)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "unit", "said"),
+    [
+        (
+            np.float32,
+            1e-22,
+            "underflow in single precision: take larger units of `rate`",
+        ),
+        (float, 1e-170, "underflow in double precision: take larger units of `rate`\\.$"),
+        (
+            np.float32,
+            1e22,
+            "overflow in single precision: take smaller units of `rate`",
+        ),
+    ],
+)
+def test_squares_of_a_derivative_beyond_the_range(dtype, unit, said):
+    """The run does not see that the rate has an effect, so it is not at the minimum."""
+    f = lambda p, x: p["a"] * jnp.exp(-(p["rate"] * dtype(unit)) * x)
+    start = {"a": dtype(1), "rate": dtype(0.5) / dtype(unit)}
+    said = f"has not converged: the squares of the derivative of `f` by `rate` {said}"
+    with pytest.warns(UserWarning, match=said):
+        fit = gnlin.curve_fit(f, X.astype(dtype), Y.astype(dtype), start)
+    assert "by `rate`" in fit.reason
+
+
 def test_the_picture():
     matplotlib.use("Agg")
     fit = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)

@@ -29,12 +29,13 @@ def reason(fit: "CurveFit") -> str:
     if _are_unlimited(fit):
         return _without_maximum(fit)
     if _underflows(fit):
-        precision = "single" if fit._end.loss.dtype == np.float32 else "double"
-        other = "" if precision == "double" else ", or use double precision"
+        precision, other = _precision(fit)
         return (
             f"the residuals' squares underflow in {precision} precision: take smaller "
             f"units of y{other}"
         )
+    if extreme := _extreme_derivative(fit):
+        return extreme
     if name == "successful":
         return f"converged in {steps} steps"
     if name == "nonlinear_max_steps_reached" and steps < fit._setting.max_steps:
@@ -71,6 +72,32 @@ def _underflows(fit: "CurveFit") -> bool:
     if fit._data is None or fit.residuals is None:  # read in parts
         return result_name(fit.result) == "stagnation"
     return bool(np.max(np.abs(fit.residuals)) > rounding(fit._data))
+
+
+def _precision(fit: "CurveFit") -> tuple[str, str]:
+    """Return the precision of a fit, and what else helps if its range is too small."""
+    if fit._end.loss.dtype == np.float32:
+        return "single", ", or use double precision"
+    return "double", ""
+
+
+def _extreme_derivative(fit: "CurveFit") -> str:
+    """Return that the squares of the derivative by a parameter, of which steps are made,
+    are beyond the range of numbers; or "". Such a parameter stays at its start."""
+    known = fit._end.covariance
+    norms, info = np.asarray(known.units), np.finfo(fit._end.loss.dtype)
+    least, most = info.tiny**0.5, info.max**0.5
+    is_extreme = np.asarray(known.determined) & np.isfinite(norms)
+    is_extreme &= (norms < least) | (norms > most)
+    if not is_extreme.any() or not np.isfinite(fit._end.loss):
+        return ""
+    which = int(np.argmax(is_extreme))
+    does, units = ("underflow", "larger") if norms[which] < 1 else ("overflow", "smaller")
+    precision, other = _precision(fit)
+    return (
+        f"the squares of the derivative of `f` by `{fit.names[which]}` {does} in "
+        f"{precision} precision: take {units} units of `{fit.names[which]}`{other}"
+    )
 
 
 def are_determined(fit: "CurveFit") -> np.ndarray:
@@ -157,7 +184,8 @@ def complaint(fit: "CurveFit") -> str:
         )
     if _are_unlimited(fit):
         return f"`gnlin.curve_fit`: {fit.reason}."
-    is_well = result_name(fit.result) == "successful" and not _underflows(fit)
+    is_well = result_name(fit.result) == "successful"
+    is_well &= not _underflows(fit) and not _extreme_derivative(fit)
     if not is_well or int(fit._end.nonfinite.point) >= 0:
         return f"`gnlin.curve_fit` has not converged: {fit.reason}."
     if fit._setting.is_robust:
