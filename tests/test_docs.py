@@ -20,6 +20,8 @@ import optimistix as optx
 import pytest
 import scipy.integrate
 import scipy.optimize
+import scipy.special
+import scipy.stats
 import sklearn.datasets
 
 import gnlin
@@ -81,6 +83,17 @@ def _doses(p, x) -> np.ndarray:
     height = x["doses"]["size"] * fast / (p["volume"] * (fast - slow))
     since = np.maximum(since, 0)
     return np.sum(height * (np.exp(-slow * since) - np.exp(-fast * since)), axis=1)
+
+
+def _mixed(n) -> float:
+    """Return the log-likelihood of random intercepts, by Gauss-Hermite quadrature."""
+    (*shared, log_spread), trials = n["best"].x, jax.tree.map(np.asarray, n["trials"])
+    nodes, weights = np.polynomial.hermite.hermgauss(60)
+    odds = shared[0] + shared[1] * trials["dose"][:, None]
+    chance = scipy.special.expit(odds + 2**0.5 * np.exp(log_spread) * nodes)
+    logs = scipy.stats.binom(5, chance).logpmf(np.asarray(n["successes"])[:, None])
+    of_groups = np.exp(logs.reshape(20, 6, 60).sum(axis=1)) @ weights / np.pi**0.5
+    return np.sum(np.log(of_groups))
 
 
 def _accuracy(model, inputs, labels):
@@ -218,6 +231,7 @@ REACHED = {
         and n["curve"].max() <= n["posterior"].log_evidence() + 1e-3
         and n["scores"][1.0] > n["scores"][0.1]
         and n["log_loss"] < 0.25
+        and abs(_mixed(n) + n["best"].fun) < 0.2
         and n["ece"] < 0.4
         and all(
             np.mean(np.argmax(n[name].probabilities(n["test"]), axis=1) == n["labels"])
