@@ -200,6 +200,12 @@ def test_errors_of_select(select, said):
         gnlin.solve(POSES, groups)
 
 
+def test_select_of_a_list():
+    groups = {"edges": gnlin.Residuals(misfit, EDGES, select=lambda e: e["ends"])}
+    with pytest.raises(ValueError, match="holds 27 single numbers: convert lists by"):
+        gnlin.solve(np.ones((9, 3)).tolist(), groups)
+
+
 def test_a_function_of_other_rows_names_the_group():
     one = gnlin.Residuals(lambda pair, e: pair["a"], EDGES, select=lambda e: e["ends"])
     with pytest.raises(ValueError, match="The function of the group 'edges'"):

@@ -154,6 +154,12 @@ def check_selection(
         raise _failed(what, error) from error
     structure = jax.tree.structure(parameters)
     if jax.tree.structure(rows) != structure:
+        numbers = jax.tree.leaves(parameters)
+        if len(numbers) > 1 and all(x.ndim == 0 for x in numbers):
+            raise ValueError(
+                f"`select` of the group {name!r} chooses rows of arrays, but the model "
+                f"holds {len(numbers)} single numbers: convert lists by `jnp.array`."
+            )
         raise ValueError(
             f"`select` of the group {name!r} must return the structure of the model's "
             f"trained arrays, {structure}, but returns {jax.tree.structure(rows)}."
