@@ -445,6 +445,13 @@ def test_an_example_that_is_not_finite_is_named():
     groups = {"a": gnlin.Residuals(boundary, EDGES.at[3, 0].set(jnp.nan))}
     with pytest.warns(UserWarning, match="Example 3 of the group 'a' is not finite"):
         gnlin.solve(NET, groups, gnlin.DampedGaussNewton(1.0))
+    targets = jnp.zeros(EDGES.shape).at[2].set(jnp.nan)
+    measured = {"a": gnlin.Residuals(boundary, EDGES, targets=targets)}
+    for run in (gnlin.solve, functools.partial(gnlin.fit, steps=2, progress=False)):
+        with pytest.warns(
+            UserWarning, match="The target of example 2 of the group 'a' is"
+        ):
+            run(NET, measured, gnlin.DampedGaussNewton(1.0))
     groups = {"a": gnlin.Residuals(boundary, EDGES)}
     groups["b"] = gnlin.Residuals(lambda net, x: jnp.log(-(net(x) ** 2)), EDGES)
     with pytest.warns(UserWarning, match="The loss of the group 'b' is not finite"):

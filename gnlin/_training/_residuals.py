@@ -405,8 +405,12 @@ def refuse_for_groups(**options: Any) -> None:
 
 
 def where_not_finite(groups: GroupsByName) -> str:
-    """Return a sentence that names a non-finite example and its group, or ""."""
+    """Return a sentence that names a group's non-finite example or target, or ""."""
     for name, group in groups.items():
-        for bad in rows_not_finite(eqx.filter(group.data, eqx.is_array)):
-            return f"Example {bad[0]} of the group {name!r} is not finite."
+        for what, tree in (
+            ("Example", group.data),
+            ("The target of example", group.targets),
+        ):
+            for bad in rows_not_finite(eqx.filter(tree, eqx.is_array)):
+                return f"{what} {bad[0]} of the group {name!r} is not finite."
     return ""
