@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import flatten_util
 from jax.core import Tracer
-from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 
 _FULL = jax.lax.Precision.HIGHEST
@@ -196,6 +196,14 @@ def norm(a: PyTree[Array]) -> Scalar:
     largest = fixed(unit(a))  # on which the norm does not depend
     scaled = [x / largest.astype(x.dtype) for x in joined(a)]
     return (largest * jnp.sqrt(dot(scaled, scaled))).astype(dtype(a))
+
+
+def column_norms(matrix: Float[Array, "m k"]) -> Float[Array, " k"]:
+    """Return the norms of the columns, also if the squares of entries underflow or
+    overflow."""
+    largest = jnp.max(jnp.abs(matrix), axis=0)
+    units = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return units * jnp.linalg.norm(matrix / units[None], axis=0)
 
 
 def max_norm(a: PyTree[Array]) -> Scalar:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
+from .._common import _tree
 from .._common._tree import ravel_pytree
-from ._covariance import column_norms
 from ._problem import flat_box
 
 
@@ -68,7 +68,7 @@ def doubts(
 ) -> Doubts:
     """Return the doubts, which do not depend on the parameters' units."""
     y, first = (ravel_pytree(x)[0] for x in (parameters, start))
-    norms, size = column_norms(jacobian), jnp.sqrt(totals.squares)
+    norms, size = _tree.column_norms(jacobian), jnp.sqrt(totals.squares)
     noise = jnp.sqrt(totals.chi_squared / jnp.maximum(totals.num_points - y.size, 1))
     eps = jnp.finfo(norms.dtype).eps
     own = jnp.maximum(jnp.abs(y), jnp.abs(first))

@@ -87,14 +87,6 @@ def where_determined(
     return jnp.where(both, matrix, unknown.astype(matrix.dtype))
 
 
-def column_norms(matrix: Float[Array, "m k"]) -> Float[Array, " k"]:
-    """Return the norms of the columns, also if the squares of entries underflow or
-    overflow."""
-    largest = jnp.max(jnp.abs(matrix), axis=0)
-    units = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    return units * jnp.linalg.norm(matrix / units[None], axis=0)
-
-
 def covariance(
     jacobian: Float[Array, "m k"],
     free: Bool[Array, " k"],
@@ -114,7 +106,7 @@ def covariance(
     length = jnp.maximum(num_points, max(m, k))
     finite = jnp.all(jnp.isfinite(jacobian))
     jacobian = jnp.where((free & seen)[None] & finite, jacobian, 0)
-    norms = jax.lax.stop_gradient(column_norms(jacobian))
+    norms = jax.lax.stop_gradient(_tree.column_norms(jacobian))
     units = jnp.where(norms > 0, norms, 1)
     # One more row for each parameter holds the others at their values. Without it they
     # would count as undetermined, and be mixed with those that are.
