@@ -438,7 +438,7 @@ def test_an_early_stop_hands_back_the_state_of_the_best():
 @pytest.mark.usefixtures("unchecked")
 def test_an_early_stop_that_is_mistaken():
     with pytest.raises(ValueError, match=r"'validation_f1': the history's .* are st"):
-        fit(validation=(X, T), callbacks=EarlyStop("validation_f1"))
+        fit(validation=(X, T), callbacks=EarlyStop("validation_f1", mode="max"))
     with pytest.raises(ValueError, match="`EarlyStop` needs validation data"):
         fit(callbacks=EarlyStop())
     with pytest.raises(ValueError, match="`EarlyStop` needs validation data"):
@@ -449,6 +449,11 @@ def test_an_early_stop_that_is_mistaken():
         EarlyStop(patience=0)
     with pytest.raises(ValueError, match="`min_change` must not be negative"):
         EarlyStop(min_change=-1.0)
+    # A guess of the mode could return the worst model, without a word.
+    for name in ("validation_mse", "validation_perplexity_linearised", "validation_f1"):
+        with pytest.raises(ValueError, match=rf"{name}' does not say .* pass `mode=\"mi"):
+            EarlyStop(name)
+    assert EarlyStop("validation_mse", mode="min").sign == 1.0
     assert EarlyStop("validation_accuracy").sign == -1.0
     assert EarlyStop("validation_error").sign == 1.0
     assert EarlyStop("validation_loss_linearised").sign == 1.0

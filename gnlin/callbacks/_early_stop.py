@@ -17,9 +17,9 @@ class EarlyStop(Callback):
     - `monitor`: a column of the history, such as `"validation_loss"`.
     - `patience`: the number of validations in a row without improvement that ends the
         run.
-    - `mode`: `"min"` if smaller is better, `"max"` if larger is. The default is `"min"`
-        for names that end with `loss` or `error` (before `_linearised`), and `"max"` for
-        others.
+    - `mode`: `"min"` if smaller is better, `"max"` if larger is. Without it, names that
+        end with `loss` or `error` (before `_linearised`) are `"min"`, those that end with
+        `accuracy` are `"max"`, and others are an error.
     - `min_change`: the change that an improvement must exceed.
     - `restore_best`: whether the run returns the best model rather than the last.
 
@@ -47,8 +47,7 @@ class EarlyStop(Callback):
                 f'"validation_loss", but {monitor!r} was given.'
             )
         if mode is None:
-            of = monitor.removesuffix("_linearised")
-            mode = "min" if of.endswith(("loss", "error")) else "max"
+            mode = _mode_of(monitor)
         check_one_of("mode", mode, ("min", "max"))
         self.monitor = monitor
         self.patience = patience
@@ -103,3 +102,16 @@ class EarlyStop(Callback):
         mode = "min" if self.sign > 0 else "max"
         numbers = f"patience={self.patience}, min_change={self.min_change}"
         return f"monitor={self.monitor!r}, mode={mode!r}, {numbers}"
+
+
+def _mode_of(monitor: str) -> str:
+    """Return whether smaller or larger is better, where the column's name says so."""
+    name = monitor.removesuffix("_linearised")
+    if name.endswith(("loss", "error")):
+        return "min"
+    if name.endswith("accuracy"):
+        return "max"
+    raise ValueError(
+        f"The name {monitor!r} does not say whether smaller or larger is better: pass "
+        '`mode="min"` or `mode="max"`.'
+    )
