@@ -555,9 +555,12 @@ def test_mixed_precision_of_parameters_and_outputs():
     [
         (jnp.arange(3), "dtype int64"),
         ([jnp.ones(2), jnp.tanh], "an Equinox model use `gnlin.features.linearise_mod"),
-        ({"a": jnp.ones(2), "b": jnp.array(1j)}, "dtype complex128"),
+        (
+            {"a": jnp.ones(2), "b": jnp.array(1j)},
+            "complex128: keep its real and its .* two",
+        ),
         (jnp.array([True]), "dtype bool"),
-        ({"a": jnp.ones(2), "b": 3}, "dtype int64"),
+        ({"a": jnp.ones(2), "b": 3}, r"dtype int64: convert it with `astype\(float\)`.$"),
         ((), "no parameters"),
         (None, "no parameters"),
         (jnp.ones((0, 3)), "no parameters"),

@@ -1023,7 +1023,7 @@ WRONG_TARGETS = {
         np.eye(3, dtype=int)[[0, 1, 2, 0, 1]],
         "Labels must",
     ),
-    "labels in a column": (SOFTMAX_LOSS, np.zeros((5, 1), int), r"shape \(5,\)"),
+    "labels in a column": (SOFTMAX_LOSS, np.zeros((5, 1), int), r"`targets\[..., 0\]`"),
     "labels as floats": (SOFTMAX_LOSS, np.zeros(5), "labels must be integers"),
     "too few probabilities": (SOFTMAX_LOSS, np.ones((5, 2)), r"\(5, 3\).*\(5, 2\)"),
     "label too large": (SOFTMAX_LOSS, np.array([0, 1, 2, 3, 0]), "between 0 and 2.* 3"),

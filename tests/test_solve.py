@@ -653,6 +653,10 @@ MISTAKES = {
     "lengths": ({"data": (X, T[:-1])}, "same number of examples"),
     "lengths within a tree": ({"data": ((X, X[1:]), T)}, "same number of examples"),
     "(n,) for (n, 1)": ({"data": (X, T[:, 0])}, "shape of the model's outputs"),
+    "(n, 1) for (n,)": (
+        {"model": (lambda w, x: x[0] * w, jnp.ones(())), "data": (X, T)},
+        r"but have \(8, 1\): pass `targets\[\.\.\., 0\]`",
+    ),
     "(n, 2) for (n, 1)": ({"data": (X, jnp.tile(T, 2))}, "shape of the model's outputs"),
     "structure": ({"data": (X, {"t": T})}, "shape of the model's outputs"),
     "complex targets": ({"data": (X, T.astype(complex))}, "must be real"),
@@ -683,6 +687,21 @@ MISTAKES = {
     "another library's solver": (
         {"solver": optx.LevenbergMarquardt(1e-6, 1e-6)},
         "`solver` must be one of gnlin's",
+    ),
+    "inputs and targets one by one": (
+        {"data": X, "solver": T},
+        r"one tuple, `\(inputs, targets\)`",
+    ),
+    "a loss for each head": (
+        {"loss": {"a": gnlin.SquaredError()}},
+        r"must be one loss, .* pass a group `gnlin.Residuals\(fn, inputs, targets=t",
+    ),
+    "two heads": (
+        {
+            "model": (lambda w, x: {"a": w * x, "b": x}, jnp.ones(())),
+            "loss": gnlin.SoftmaxCrossEntropy(),
+        },
+        r"over the classes; for several heads .* `gnlin.Residuals\(fn, inputs, targets=t",
     ),
     "not a solver": ({"solver": "lm"}, "`solver` must be one of gnlin's"),
 }

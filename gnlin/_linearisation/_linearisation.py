@@ -377,10 +377,16 @@ def check_parameters(y: PyTree) -> None:
         raise ValueError("There are no parameters: `y` must hold at least one number.")
     for leaf in leaves:
         if leaf.dtype not in (jnp.float32, jnp.float64):
+            is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+            remedy = (
+                "keep its real and its imaginary part as two arrays, and put them "
+                "together by `jax.lax.complex` in the function"
+                if is_complex
+                else "convert it with `astype(float)`"
+            )
             raise ValueError(
                 "Parameters must be real floating-point arrays, of single or double "
-                f"precision, but one has dtype {leaf.dtype}; convert it with "
-                "`astype(float)`, or split complex numbers into real and imaginary parts."
+                f"precision, but one has dtype {leaf.dtype}: {remedy}."
             )
 
 

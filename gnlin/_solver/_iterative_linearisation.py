@@ -352,6 +352,11 @@ def as_solver(solver: Any) -> AbstractGaussNewton:
         return solver
     if _is_optimiser(solver):
         return IterativeLinearisation(1, optimiser=solver, restart=False)
+    if hasattr(solver, "shape") or isinstance(solver, list):
+        raise ValueError(
+            "Inputs and targets must be passed as one tuple, `(inputs, targets)`, but an "
+            "array was given in place of the solver."
+        )
     named = getattr(solver, "__name__", None)
     given = f"a {type(solver).__name__}" if named is None else f"`{named}`"
     raise ValueError(

@@ -2,7 +2,7 @@
 
 import abc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, get_args, Literal
 
 import equinox as eqx
@@ -237,7 +237,15 @@ def with_reduction(loss: AbstractLoss, reduction: Reduction) -> AbstractLoss:
     return loss
 
 
+EACH_LOSS = (
+    "for several heads with losses of their own, pass a group `gnlin.Residuals(fn, "
+    "inputs, targets=targets, loss=loss)` for each instead of data"
+)
+
+
 def check_loss(loss: object) -> None:
+    if isinstance(loss, Mapping | list | tuple):
+        raise ValueError(f"`loss` must be one loss, but several were given; {EACH_LOSS}.")
     if not isinstance(loss, AbstractLoss):
         raise ValueError(
             "`loss` must be one of gnlin's, such as `gnlin.SoftmaxCrossEntropy()`, or a "
@@ -255,12 +263,12 @@ def check_shapes(outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]) 
     expected = jax.tree.map(lambda f: f.shape, outputs)
     given = jax.tree.map(lambda t: t.shape, targets)
     if expected != given:
-        is_flat = isinstance(given, tuple) and expected == (*given, 1)
-        remedy = (
-            ": pass `targets[..., None]`"
-            if is_flat
-            else "; reshape them, or for labels use `gnlin.SoftmaxCrossEntropy()`"
-        )
+        remedy = "; reshape them, or for labels use `gnlin.SoftmaxCrossEntropy()`"
+        if isinstance(expected, tuple) and isinstance(given, tuple):
+            if expected == (*given, 1):
+                remedy = ": pass `targets[..., None]`"
+            elif given == (*expected, 1):
+                remedy = ": pass `targets[..., 0]`"
         raise ValueError(
             "The targets must have the shape of the model's outputs, "
             f"{_tree.shapes_in_words(outputs)}, but have {given}{remedy}."

@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Float, Int, Num, Scalar
 
 from .._common import _tree
 from .._common._checks import check_less_than_one, is_whole
-from ._base import AbstractElementwiseLoss, AbstractLoss, check_between, known, Reduction
+from ._base import (
+    AbstractElementwiseLoss,
+    AbstractLoss,
+    check_between,
+    EACH_LOSS,
+    known,
+    Reduction,
+)
 from ._binomial import binomial_root, binomial_slope
 from ._factors import AbstractFactor, SoftmaxFactor
 
@@ -152,7 +159,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
         if len(leaves) != 1 or leaves[0].ndim < 2:
             raise ValueError(
                 "`gnlin.SoftmaxCrossEntropy` needs a model with one output array, whose "
-                "last axis is over the classes."
+                f"last axis is over the classes{f'; {EACH_LOSS}' * (len(leaves) > 1)}."
             )
         (shape,) = (leaf.shape for leaf in leaves)
         if not eqx.is_array_like(targets) or isinstance(targets, float | int):
@@ -172,11 +179,13 @@ class SoftmaxCrossEntropy(AbstractLoss):
             )
         if is_label(targets):
             if given != shape[:-1]:
-                hint = "; for one-hot labels pass `jnp.argmax(targets, axis=-1)`"
+                hint = {
+                    shape: "; for one-hot labels pass `jnp.argmax(targets, axis=-1)`",
+                    (*shape[:-1], 1): ": pass `targets[..., 0]`",
+                }.get(given, "")
                 raise ValueError(
                     f"Labels must have the shape {shape[:-1]}, of the model's outputs "
-                    f"without their last axis, but have {given}"
-                    f"{hint if given == shape else ''}."
+                    f"without their last axis, but have {given}{hint}."
                 )
             self._check_labels(targets, shape[-1])
         elif jnp.issubdtype(targets.dtype, jnp.floating):
