@@ -435,6 +435,28 @@ def test_an_early_stop_hands_back_the_state_of_the_best():
     np.testing.assert_array_equal(numbers(result.model), numbers(models.models[1]))
 
 
+@pytest.mark.parametrize("every", ["step", "feature_update", "epoch"])
+@pytest.mark.parametrize("parts", [(7,), (4, 7)])
+def test_an_early_stop_by_a_measure_of_groups(parts, every, tmp_path):
+    """Groups of residuals have no validation data. A run in two parts ends as a whole."""
+    figures, models = iter([3.0, 1.0, 2.0, 0.9, 2.0, 2.0, 0.5]), Models()
+    for steps in parts:
+        stop = EarlyStop("error", mode="min", patience=2)
+        measure = gnlin.callbacks.Measure({"error": lambda _: next(figures)}, every)
+        result = gnlin.fit(
+            jnp.ones(3),
+            gnlin.Residuals(lambda w, x: w * x - 3.0, X),
+            gnlin.DampedGaussNewton(1.0),
+            steps=steps,
+            callbacks=[stop, models, measure],
+            checkpoint=gnlin.Checkpoint(tmp_path, every_steps=1),
+            resume=True,
+            progress=False,
+        )
+    assert result.reason == "step 6: error has not improved on 0.9 in 2 measurements"
+    np.testing.assert_array_equal(result.model, models.models[3])
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_an_early_stop_that_is_mistaken():
     with pytest.raises(ValueError, match=r"'validation_f1': the history's .* are st"):

@@ -1,4 +1,4 @@
-"""The end of a run whose validation stops improving."""
+"""The end of a run whose figures on other data stop improving."""
 
 from typing import Literal
 
@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._common._checks import check_flag, check_nonnegative, check_one_of, check_period
+from .._training._solution import COLUMNS
 from ._base import Callback, Run
 
 
@@ -14,9 +15,11 @@ class EarlyStop(Callback):
 
     **Arguments:**
 
-    - `monitor`: a column of the history, such as `"validation_loss"`.
-    - `patience`: the number of validations in a row without improvement that ends the
-        run.
+    - `monitor`: a column of the history, such as `"validation_loss"`. Without validation
+        data, which groups of residuals do not have, it is a column of
+        [`gnlin.callbacks.Measure`][].
+    - `patience`: the number of validations (or measurements) in a row without improvement
+        that ends the run.
     - `mode`: `"min"` if smaller is better, `"max"` if larger is. Without it, names that
         end with `loss` or `error` (before `_linearised`) are `"min"`, those that end with
         `accuracy` are `"max"`, and others are an error.
@@ -56,19 +59,41 @@ class EarlyStop(Callback):
         self.restore_best = restore_best
 
     def on_start(self, run: Run) -> None:
-        if "validation_loss" not in run.history.columns:
+        columns = run.history.columns
+        self.events = "validations" if "validation_loss" in columns else "measurements"
+        of_steps = self.monitor in COLUMNS or self.monitor.startswith(("loss/", "valid"))
+        if self.events == "measurements" and of_steps:
             raise ValueError(
-                "`EarlyStop` needs validation data: pass `validation` to `gnlin.fit`."
+                "`EarlyStop` needs validation data: pass `validation` to `gnlin.fit`, or "
+                "monitor a column of `gnlin.callbacks.Measure`."
             )
-        if self.monitor not in run.history.columns:
+        if self.monitor not in columns:
             raise ValueError(
                 f"`EarlyStop` cannot monitor {self.monitor!r}: the history's columns are "
-                f"{', '.join(run.history.columns)}."
+                f"{', '.join(columns)}."
             )
+        self._is_judged = not np.isnan(run.row.get(self.monitor, np.nan))
         self.best, self.num_worse = np.array(np.inf), np.array(0)
         self.best_arrays = run.arrays() if self.restore_best else None
 
+    def on_step(self, run: Run) -> None:
+        self._is_judged = False
+        self._judge_measured(run)
+
+    def _judge_measured(self, run: Run) -> None:
+        """Judge a measure in the first event in which its row has it."""
+        if self.events == "measurements" and not self._is_judged:
+            self._is_judged = not np.isnan(run.row[self.monitor])
+            if self._is_judged:
+                self._judge(run)
+
+    on_feature_update = on_epoch = _judge_measured
+
     def on_validation(self, run: Run) -> None:
+        if self.events == "validations":
+            self._judge(run)
+
+    def _judge(self, run: Run) -> None:
         value = self.sign * run.row[self.monitor]
         if value < self.best - self.min_change:
             self.best, self.num_worse = np.array(value), np.array(0)
@@ -80,7 +105,7 @@ class EarlyStop(Callback):
             finite = bool(np.isfinite(self.best))
             best = f"has not improved on {self.sign * float(self.best):.4g}"
             what = best if finite else "has not been finite"
-            why = f"{self.monitor} {what} in {self.patience} validations"
+            why = f"{self.monitor} {what} in {self.patience} {self.events}"
             run.stop(why, failed=not finite)
 
     def on_end(self, run: Run) -> None:
