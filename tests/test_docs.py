@@ -242,6 +242,8 @@ REACHED = {
     "docs/training.md": lambda n: (
         n["accuracy"] > 0.9
         and n["again"] > 0.9
+        and n["several"].history["accuracy"][-1] > 0.9
+        and n["several"].history["loss/ink"][-1] < 0.01
         and np.mean(n["outputs"].argmax(1) == n["labels"][1347:]) > 0.89
         and n["meta"]["step"] == len(n["history"]) == 20
         and n["meta"]["settings"]["columns"].startswith("step, epoch, loss")

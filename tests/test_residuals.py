@@ -417,7 +417,10 @@ def test_mistakes(make, words):
         ({"batch_size": {"inside": 3}}, "`batch_size` names 'inside'"),
         ({"batch_size": {"interior": 13}}, "'interior' has 12 examples"),
         ({"batch_size": 6}, "'boundary' has 5 examples"),
-        ({"validation": (EDGES, EDGES)}, "`validation` is not for groups"),
+        (
+            {"validation": (EDGES, EDGES)},
+            "`validation` is not .* by `gnlin.callbacks.Me",
+        ),
     ],
 )
 def test_mistakes_of_fit(options, words):

@@ -143,7 +143,7 @@ def fit(
             validation=(images[1347:], labels[1347:]),
             metrics={"accuracy": gnlin.losses.accuracy},
         )
-        result.history["validation_accuracy"][-1]  # 0.92
+        result.history["validation_accuracy"][-1]  # about 0.9
         ```
     """
     by_optax = not isinstance(solver, AbstractGaussNewton)

@@ -398,6 +398,7 @@ def refuse_for_groups(**options: Any) -> None:
         if not eqx.tree_equal(value, defaults.get(name)):
             hint = {
                 "loss": "each group has its own",
+                "validation": "take figures on other data by `gnlin.callbacks.Measure`",
                 "prior": "add the parameters as one more, such as `gnlin.Residuals(lambda"
                 " model, _: eqx.filter(model, eqx.is_inexact_array), weight=1 / s**2)`",
             }.get(name, "groups have none")
