@@ -688,6 +688,10 @@ MISTAKES = {
         {"solver": optx.LevenbergMarquardt(1e-6, 1e-6)},
         "`solver` must be one of gnlin's",
     ),
+    "a loss that is not called": (
+        {"loss": gnlin.SoftmaxCrossEntropy},
+        "the class `SoftmaxCrossEntropy` was given: call it",
+    ),
     "inputs and targets one by one": (
         {"data": X, "solver": T},
         r"one tuple, `\(inputs, targets\)`",

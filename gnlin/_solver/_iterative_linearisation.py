@@ -358,9 +358,13 @@ def as_solver(solver: Any) -> AbstractGaussNewton:
             "array was given in place of the solver."
         )
     named = getattr(solver, "__name__", None)
-    given = f"a {type(solver).__name__}" if named is None else f"`{named}`"
+    given = (
+        f"a {type(solver).__name__} was given; with other least-squares solvers use "
+        "`optimistix.least_squares`"
+        if named is None
+        else f"`{named}` was given without its arguments: call it"
+    )
     raise ValueError(
         "`solver` must be one of gnlin's, such as `gnlin.LevenbergMarquardt()`, or an "
-        f"optax optimiser, but {given} was given; with other least-squares solvers use "
-        "`optimistix.least_squares`."
+        f"optax optimiser, such as `optax.adam(1e-3)`, but {given}."
     )

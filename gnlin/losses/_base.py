@@ -246,6 +246,11 @@ EACH_LOSS = (
 def check_loss(loss: object) -> None:
     if isinstance(loss, Mapping | list | tuple):
         raise ValueError(f"`loss` must be one loss, but several were given; {EACH_LOSS}.")
+    if isinstance(loss, type) and issubclass(loss, AbstractLoss):
+        raise ValueError(
+            "`loss` must be an instance, such as `gnlin.SoftmaxCrossEntropy()`, but the "
+            f"class `{loss.__name__}` was given: call it."
+        )
     if not isinstance(loss, AbstractLoss):
         raise ValueError(
             "`loss` must be one of gnlin's, such as `gnlin.SoftmaxCrossEntropy()`, or a "
