@@ -223,6 +223,7 @@ def solve(
         history=History(rows),
         stats={**stats, "max_steps": max_steps},
         prior=None if of_prior is None else of_prior.deviation,
+        _trained=network.frozen.trained,
     )
     solution = on_mesh(solution, mesh)
     if doubt or (complaint and (is_interrupted or not throw)):

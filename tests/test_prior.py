@@ -197,3 +197,34 @@ def test_mistakes():
         gnlin.solve(model, group, prior=1.0)
     with pytest.raises(ValueError, match="`prior` is not for groups of residuals: add"):
         gnlin.fit(model, group, prior=1.0, steps=1)
+
+
+@pytest.mark.parametrize("train", [gnlin.solve, gnlin.fit])
+@pytest.mark.parametrize("as_pair", [False, True])
+def test_a_posterior_takes_the_parameters_that_were_trained(train, as_pair):
+    x = jnp.linspace(-1.0, 1.0, 20)
+    own = {"slope": jnp.ones(1), "offset": jnp.ones(2)}
+    line = lambda p, x: jnp.sum(p["slope"] * x + p["offset"] * x**2)
+    model = (line, own) if as_pair else Line(own["slope"], own["offset"])
+    if as_pair:
+        spec = {"slope": True, "offset": False}
+    else:
+        spec = eqx.tree_at(lambda m: (m.slope, m.offset), model, (True, False))
+    options = {"steps": 2, "batch_size": 10} if train is gnlin.fit else {"max_steps": 2}
+    solution = train(
+        model, (x, 2 * x), filter_spec=spec, prior=3.0, progress=False, **options
+    )
+    posteriors = (
+        gnlin.predict.posterior(solution, (x, 2 * x), noise=0.1, **given)
+        for given in ({}, {"filter_spec": spec})
+    )
+    found, expected = (each.log_evidence() for each in posteriors)
+    np.testing.assert_allclose(found, expected)
+
+
+class Line(eqx.Module):
+    slope: jax.Array
+    offset: jax.Array
+
+    def __call__(self, x):
+        return jnp.sum(self.slope * x + self.offset * x**2)

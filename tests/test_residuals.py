@@ -528,3 +528,9 @@ def test_ctrl_c_is_noticed_between_steps_without_data(monkeypatch):
     with pytest.warns(UserWarning, match="was interrupted after step"):
         solution = gnlin.solve(LINE, group, gnlin.LevenbergMarquardt(), max_steps=500)
     assert len(solution.history.step) == shown[1] < 10
+
+
+def test_a_pair_is_no_model_of_groups():
+    group = gnlin.Residuals(lambda model, x: model(x), jnp.ones(3))
+    with pytest.raises(ValueError, match="pass the parameters instead of a pair"):
+        gnlin.solve((lambda p, x: p * x, jnp.ones(())), group)

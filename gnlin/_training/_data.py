@@ -56,6 +56,8 @@ def a_kind_of(data: object) -> str:
         return f"a dictionary of {names}" if names else "an empty dictionary"
     if isinstance(data, tuple | list):
         return f"a {type(data).__name__} of {len(data)}"
+    if isinstance(data, jax.Array | np.ndarray):
+        return f"an array of the shape {data.shape}"
     return f"a {type(data).__name__}"
 
 

@@ -119,7 +119,10 @@ def _residuals(
             raise
         what = f"The function of the group {name!r} is called with the model and "
         what += "`args`, as the group has no `data`" if at_once else "one example"
-        raise _failed(what, error, at_once) from error
+        failed = _failed(what, error, at_once)
+        if "'tuple' object is not callable" in str(error):
+            failed = ValueError(f"{failed} {_NO_PAIR}")
+        raise failed from error
     leaves = jax.tree.leaves(residuals)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
         raise ValueError(
@@ -127,6 +130,12 @@ def _residuals(
             f"{residuals!r}."
         )
     return residuals
+
+
+_NO_PAIR = (
+    "With groups, pass the parameters instead of a pair `(fn, parameters)`, and call `fn` "
+    "in the function of the group."
+)
 
 
 def _failed(what: str, error: Exception, at_once: bool = False) -> ValueError:

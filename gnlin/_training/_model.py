@@ -19,6 +19,7 @@ from .._common._convolutions import channels_last
 from .._common._precision import full_precision
 from .._jacobian import PerExample
 from .._linearisation._linearisation import check_parameters
+from ._data import a_kind_of
 
 
 _INSIDE = (
@@ -38,6 +39,8 @@ class Frozen(eqx.Module):
     dtypes: tuple[np.dtype, ...] = eqx.field(static=True)
     fn: Callable | None  # None unless the model is a pair `(fn, parameters)`
     of_state: tuple[Any, ...] = eqx.field(static=True, default=())
+    # Which leaves of the model are trained
+    trained: tuple[bool, ...] = eqx.field(static=True, default=())
 
     def with_parameters(self, parameters: PyTree) -> PyTree:
         """Return the model with `parameters` in their original dtypes."""
@@ -68,8 +71,8 @@ def partition(
     if called and fn is None and not callable(model):
         raise ValueError(
             "The model must be callable on one example's input, or a pair "
-            f"`(fn, parameters)` with `fn(parameters, x)`, but a {type(model).__name__} "
-            "was given."
+            f"`(fn, parameters)` with `fn(parameters, x)`, but {a_kind_of(model)} was "
+            "given."
         )
     try:
         parameters, rest = eqx.partition(trained, filter_spec)
@@ -112,7 +115,9 @@ def partition(
     dtypes = tuple(leaf.dtype for leaf in leaves)
     parameters = in_single(parameters)
     check_parameters(parameters)
-    return parameters, Frozen(rest, dtypes, fn)
+    places = {path for path, _ in jax.tree.leaves_with_path(parameters)}
+    among = tuple(path in places for path, _ in jax.tree.leaves_with_path(trained))
+    return parameters, Frozen(rest, dtypes, fn, trained=among)
 
 
 def _with_arrays(parameters: PyTree) -> PyTree:

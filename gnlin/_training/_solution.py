@@ -1,7 +1,7 @@
 """The result of a run: the model, how the run ended, and a table of its steps."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -183,6 +183,7 @@ class Solution(eqx.Module, Generic[Model]):
     stats: dict[str, Any]
     linearisation_point: Model | None = None
     prior: Any = None
+    _trained: tuple[bool, ...] = eqx.field(static=True, default=())  # of all leaves
 
     def __repr__(self) -> str:
         name, history = type(self.model).__name__, self.history
@@ -196,6 +197,24 @@ class Solution(eqx.Module, Generic[Model]):
         ended = f"{result_name(self.result)}, {self.reason!r}"
         what = "batch losses" if self.loss is None else "loss"
         return f"Solution({name}, {ended}, {what} {from_to or 'unknown'})"
+
+
+Spec = PyTree | Callable[[Any], bool]
+
+
+def model_and_spec(model: Any, filter_spec: Spec | None) -> tuple[Any, Spec]:
+    """Return the model of a solution, or a model itself, with the leaves that are its
+    parameters: by default those that were trained, or all floating-point arrays."""
+    solution = model if isinstance(model, Solution) else None
+    model = model if solution is None else solution.model
+    if filter_spec is not None:
+        return model, filter_spec
+    if solution is None or not solution._trained:
+        return model, eqx.is_inexact_array
+    # The parameters of a pair `(fn, parameters)` have fewer leaves than the pair.
+    trained = solution._trained
+    whole = len(jax.tree.leaves(model)) == len(trained)
+    return model, jax.tree.structure(model if whole else model[1]).unflatten(trained)
 
 
 def on_host(tree: PyTree) -> PyTree:

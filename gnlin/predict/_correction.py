@@ -27,7 +27,7 @@ from .._training._residuals import (
     refuse_samplers,
     Residuals,
 )
-from .._training._solution import Solution
+from .._training._solution import model_and_spec, Solution
 from ..filters import PseudoInverse
 from ._linearised import check_finite
 
@@ -48,7 +48,7 @@ def correction(
     model: PyTree,
     groups: GroupsByName | Groups | Sequence[Residuals] | Residuals,
     *,
-    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    filter_spec: PyTree | Callable[[Any], bool] | None = None,
     method: Method = "svd",
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> "Correction":
@@ -75,7 +75,8 @@ def correction(
     - `model`: the [`gnlin.Solution`][] of the training; or the trained model, if the
         losses need not be compared.
     - `groups`: the groups of residuals, as for [`gnlin.solve`][], at more points.
-    - `filter_spec`: the parameters that were trained, as for [`gnlin.solve`][].
+    - `filter_spec`: the parameters that were trained, as for [`gnlin.solve`][]; by
+        default those of the training, or of a model all.
     - `method`: the way to compute the step, as in [`gnlin.GaussNewton`][]. Singular
         values (`"svd"`) are the most accurate. `"eigh"` takes less time for thousands of
         parameters, but does not see errors below about $10^{-7}$ of the outputs.
@@ -117,7 +118,7 @@ def correction(
         )
     refuse_samplers(named)
     solution = model if isinstance(model, Solution) else None
-    model = model if solution is None else solution.model
+    model, filter_spec = model_and_spec(model, filter_spec)
     parameters, network, batch, losses = of_groups(model, named, filter_spec)
     given = network, losses, parameters, batch, method, memory_budget
     step, remaining, loss = _step(*given)

@@ -40,7 +40,7 @@ from .._training._residuals import (
     refuse_samplers,
     Residuals,
 )
-from .._training._solution import Solution
+from .._training._solution import model_and_spec, Solution
 from ..filters import Tikhonov
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
@@ -72,7 +72,7 @@ def covariance(
     loss: AbstractLoss = SquaredError(),
     absolute_sigma: bool = True,
     retraction: Any = None,
-    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    filter_spec: PyTree | Callable[[Any], bool] | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> "ParameterCovariance":
     r"""Compute the covariance of parameters that were fitted to groups of residuals, such
@@ -103,8 +103,9 @@ def covariance(
         of parameters. Only for squared error.
     - `retraction`: as in [`gnlin.LevenbergMarquardt`][], for rotations and poses. Errors
         are then those of the step from the minimum.
-    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. The others count
-        as known. Leave out parameters at a bound.
+    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]; by default those
+        that were trained, or of a model all. The others count as known. Leave out
+        parameters at a bound.
     - `memory_budget`: the maximum bytes of a matrix.
 
     **Returns:** a [`gnlin.predict.ParameterCovariance`][].
@@ -137,14 +138,13 @@ def covariance(
     check_loss(loss)
     check_flag("absolute_sigma", absolute_sigma)
     check_count("memory_budget", memory_budget)
-    if isinstance(model, Solution):
-        if model.prior is not None:
-            raise ValueError(
-                "The model was trained with a prior: add it to the groups, such as "
-                "`gnlin.Residuals(lambda model, _: eqx.filter(model, "
-                "eqx.is_inexact_array), weight=1 / s**2)`, and pass `solution.model`."
-            )
-        model = model.model
+    if isinstance(model, Solution) and model.prior is not None:
+        raise ValueError(
+            "The model was trained with a prior: add it to the groups, such as "
+            "`gnlin.Residuals(lambda model, _: eqx.filter(model, "
+            "eqx.is_inexact_array), weight=1 / s**2)`, and pass `solution.model`."
+        )
+    model, filter_spec = model_and_spec(model, filter_spec)
     groups = as_groups(data)
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._checks import check_finite_positive, check_scalar, is_whole
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._training._solution import Solution
+from .._training._solution import model_and_spec, Solution
 from ..losses import AbstractLoss, SigmoidCrossEntropy, SoftmaxCrossEntropy, SquaredError
 from ..losses._base import check_loss, with_reduction
 from ._eigenbasis import Eigenbasis
@@ -39,7 +39,7 @@ def posterior(
     loss: AbstractLoss = SquaredError(),
     curvature: Curvature = "full",
     from_zero: bool = False,
-    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    filter_spec: PyTree | Callable[[Any], bool] | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> "Posterior":
     r"""Compute the posterior of a linearised model's outputs, given data (linearised
@@ -84,9 +84,9 @@ def posterior(
         of the trained model, with any loss.
     - `from_zero`: whether to replace the model's own outputs by zero. The result is a
         Gaussian process with the tangent kernel, independent of the initial outputs.
-    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. The others count
-        as known. For a large network take those of
-        [the last layer](../uncertainty.md#a-large-network).
+    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]; by default those
+        that were trained, or of a model all. The others count as known. For a large
+        network take those of [the last layer](../uncertainty.md#a-large-network).
     - `memory_budget`: the maximum bytes of a matrix.
 
     **Returns:** a [`gnlin.predict.Posterior`][].
@@ -139,13 +139,13 @@ def posterior(
             "With `from_zero` the outputs at the start are zero and `about` has no "
             "effect: leave one of them out."
         )
-    if isinstance(model, Solution):
-        trained_with, model = model.prior, model.model
-        if trained_with is not None:
-            unit = 1.0 if noise is None else noise
-            prior = trained_with * unit if prior is None else prior
-            if about is None and not from_zero:
-                about = jax.tree.map(_zero, model)
+    trained_with = model.prior if isinstance(model, Solution) else None
+    model, filter_spec = model_and_spec(model, filter_spec)
+    if trained_with is not None:
+        unit = 1.0 if noise is None else noise
+        prior = trained_with * unit if prior is None else prior
+        if about is None and not from_zero:
+            about = jax.tree.map(_zero, model)
     prior = 1.0 if prior is None else prior
     _check_deviation("prior", prior)
     # The likelihood sums over all examples, however the loss was reduced in training.
