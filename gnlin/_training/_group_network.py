@@ -133,8 +133,8 @@ def _residuals(
 
 
 _NO_PAIR = (
-    "With groups, pass the parameters instead of a pair `(fn, parameters)`, and call `fn` "
-    "in the function of the group."
+    "With groups, pass the parameters instead of a pair `(fn, parameters)`, and call "
+    "`fn` in the function of the group."
 )
 
 
