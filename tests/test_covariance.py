@@ -157,6 +157,15 @@ def test_errors_along_a_retraction():
     np.testing.assert_allclose(known.derived(jnp.linalg.norm)[1], 0.0, atol=1e-12)
 
 
+def test_an_exact_fit_and_one_without_degrees_of_freedom():
+    line = lambda p, x: p["a"] + p["b"] * x
+    for x, error in ((X, 0.0), (X[:2], np.inf)):
+        solution = gnlin.solve((line, {"a": 1.0, "b": 0.5}), (x, 3 - 2 * x))
+        known = covariance(solution, (x, 3 - 2 * x), absolute_sigma=False)
+        errors = list(known.standard_errors.values())
+        np.testing.assert_allclose(errors, [error] * 2, atol=1e-12)
+
+
 def test_what_cannot_be_meant():
     start, groups = two_peaks()
     solution = gnlin.solve(start, groups)

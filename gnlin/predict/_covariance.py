@@ -194,16 +194,21 @@ def _at(
     problem = objective.expand(lin)
     slope = problem.gradient()
     p, cost = problem.jacobian.domain.size, problem.jacobian.cost()
+    fits = cost.rows_fit and p**2 * cost.itemsize <= memory_budget
     inverse: _Factor | _Solves
-    if cost.rows_fit and not (problem.jacobian.is_sparse and p > _MANY):
+    if fits and not (problem.jacobian.is_sparse and p > _MANY):
         inverse = _Factor.of(problem, _moving(lin))
     else:
         inverse = _Solves.of(problem)
     loss = objective.value(lin.outputs)
     number = _num_residuals(objective, lin.outputs).astype(loss.dtype)
     dof = number - inverse.rank.astype(loss.dtype)
-    scale = jnp.ones_like(loss) if absolute_sigma else 2 * loss / dof
+    estimated = jnp.where(dof > 0, 2 * loss / dof, jnp.inf)
+    scale = jnp.ones_like(loss) if absolute_sigma else estimated
     newton = inverse.newton_decrement(slope).astype(scale.dtype)
+    # In an exact fit the residuals, and so the distance, are rounding.
+    size = _tree.norm(problem.jacobian.mv(parameters)).astype(scale.dtype)
+    newton = jnp.where(newton <= _tree.eps(parameters) ** 0.5 * size, 0, newton)
     distance = newton / jnp.sqrt(jnp.where(scale > 0, scale, 1))
     return scale, dof, parameters, retraction, inverse, distance
 
@@ -255,7 +260,8 @@ class _Factor(eqx.Module):
 
     def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
         """Return the length of a Newton step in standard deviations."""
-        return jnp.linalg.norm(self.known.factor.T @ _tree.ravel_pytree(slope)[0])
+        flat = _tree.ravel_pytree(slope)[0]
+        return jnp.linalg.norm(_tree.matmul(flat, self.known.factor))
 
     def standard_errors(self, structure: Structure) -> PyTree[Array]:
         one = jnp.ones((), self.known.factor.dtype)
@@ -280,7 +286,6 @@ class _Solves(eqx.Module):
 
     def covariance_of(self, rows: Float[Array, "k p"]) -> Float[Array, "k k"]:
         """Return the covariance of linear functions of the parameters."""
-
         unravel = self.problem.jacobian.domain.unravel
 
         def inverse(row: Float[Array, " p"], damping: Scalar) -> Float[Array, " p"]:
@@ -334,8 +339,8 @@ class ParameterCovariance(eqx.Module):
         `None` for other leaves. It is infinite if the residuals do not determine the
         parameter, and zero for an entry of a step that the retraction does not use.
 
-        **Raises:** `ValueError` if the residuals are sparse and have more than 2,000
-        parameters."""
+        **Raises:** `ValueError` for sparse residuals of more than 2,000 parameters, or if
+        a p x p matrix or the Jacobian does not fit into the memory budget."""
         if isinstance(self._inverse, _Solves):
             raise ValueError(
                 f"The errors of all {_tree.size(self._parameters):,} parameters would "
