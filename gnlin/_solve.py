@@ -147,7 +147,7 @@ def solve(
     groups, mesh = as_groups(data), mesh_of((model, data))
     model, state = automatic((model, state))
     network: Network | GroupNetwork
-    losses: AbstractLoss | GroupLosses = loss
+    losses: AbstractLoss | GroupLosses = loss.as_arguments()
     of_prior = None
     if groups is None:
         batch = as_batch(data)
@@ -223,7 +223,7 @@ def solve(
         history=History(rows),
         stats={**stats, "max_steps": max_steps},
         prior=None if of_prior is None else of_prior.deviation,
-        _trained=network.frozen.trained,
+        _trained=(network.frozen.trained, network.frozen.fn is not None),
     )
     solution = on_mesh(solution, mesh)
     if doubt or (complaint and (is_interrupted or not throw)):

@@ -127,7 +127,7 @@ def test_differences_are_known_where_places_are_not(monkeypatch, most):
     if most:
         assert np.all(known.standard_errors == np.inf)
         return
-    with pytest.raises(ValueError, match="take as many solves"):
+    with pytest.raises(ValueError, match="would take two solves for each"):
         known.standard_errors  # noqa: B018
 
     place = solution.model[:1]
@@ -178,10 +178,42 @@ def test_what_cannot_be_meant():
         known.derived(3)
     with pytest.raises(KeyError, match="depth"):
         known.derived(lambda p: p["depth"])
+    with pytest.raises(ValueError, match="`fn` must return floating-point arrays"):
+        known.derived(lambda p: 3)
     curve = lambda p, x: p["a"] * x
     data = X, 2 * X
     with_prior = gnlin.solve((curve, {"a": 1.0}), data, prior=1.0)
-    with pytest.raises(ValueError, match="trained with a prior"):
-        covariance(with_prior, data)
+    with pytest.raises(ValueError, match="in units of the noise"):
+        covariance(with_prior, data, absolute_sigma=False)
     with pytest.raises(ValueError, match="not finite"):
         covariance((curve, {"a": jnp.array(jnp.nan)}), data)
+
+
+def test_the_prior_of_the_training_counts():
+    curve, data = lambda p, x: p["a"] * x + p["b"], (X, 2 * X)
+    solution = gnlin.solve((curve, {"a": 1.0, "b": 0.0}), data, prior=0.3)
+    design = np.stack([X, np.ones(40)], axis=1)
+    expected = np.linalg.inv(design.T @ design + np.eye(2) / 0.3**2)
+    found = covariance(solution, data).matrix(lambda p: p)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_derivative_that_is_not_finite_has_no_error():
+    start, groups = two_peaks()
+    known = covariance(gnlin.solve(start, groups), groups)
+    root = lambda p: jnp.sqrt(p["width"] - jax.lax.stop_gradient(p["width"]))
+    assert np.isnan(known.derived(root).standard_error)
+
+
+def test_solves_do_not_depend_on_units_and_need_double_precision(monkeypatch):
+    monkeypatch.setattr(_covariance, "_MANY", 0)
+    jax.clear_caches()
+    units = jnp.array([1e-5, 1e3, 1.0])
+    group = gnlin.Residuals(
+        lambda row, k: row * units[k].astype(row.dtype), jnp.arange(3), select=lambda k: k
+    )
+    known = covariance(jnp.zeros(3), group)
+    np.testing.assert_allclose(known.derived(lambda p: p)[1], 1 / units, rtol=1e-6)
+    assert known.degrees_of_freedom == 0
+    with pytest.raises(ValueError, match="Single precision does not resolve"):
+        covariance(jnp.zeros(3, jnp.float32), group)

@@ -1231,6 +1231,21 @@ def test_redescending_losses_need_a_scale(name):
         FORGETTING[name][0](0.0)
 
 
+def test_the_delta_of_a_loss_within_a_model_is_not_trained():
+    class Model(eqx.Module):
+        weight: jax.Array
+        loss: gnlin.losses.Huber
+
+        def __call__(self, x):
+            return self.loss.elementwise(self.weight * x, jnp.zeros_like(x))
+
+    loss = gnlin.losses.Huber(0.5)
+    assert hash(loss) == hash(gnlin.losses.Huber(0.5))
+    x = jnp.linspace(0.0, 1.0, 5)
+    model = gnlin.solve(Model(jnp.ones(()), loss), (x, x), loss=loss).model
+    assert model.loss.delta == 0.5
+
+
 def test_delta_is_a_number_like_any_other():
     """Another delta compiles nothing, many are one call, and it has a derivative."""
     of_delta, solver = gnlin.losses.Cauchy, gnlin.LevenbergMarquardt(rtol=1e-12)

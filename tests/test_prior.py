@@ -222,6 +222,13 @@ def test_a_posterior_takes_the_parameters_that_were_trained(train, as_pair):
     np.testing.assert_allclose(found, expected)
 
 
+def test_a_pair_whose_function_has_no_leaves():
+    model = jax.tree_util.Partial(lambda p, x: p * x), jnp.ones(())
+    data = INPUTS[:, 0], 2 * INPUTS[:, 0]
+    posterior = gnlin.predict.posterior(gnlin.solve(model, data), data, noise=0.1)
+    assert np.isfinite(posterior.log_evidence())
+
+
 class Line(eqx.Module):
     slope: jax.Array
     offset: jax.Array

@@ -394,6 +394,14 @@ def test_mistakes_of_groups():
         )
 
 
+def test_arguments_that_are_not_arrays():
+    fn = lambda p, args: args["f"](p - args["x"] * args["n"])
+    given = {"x": jnp.array(2.0), "n": 3, "f": jnp.tanh, "name": "a"}
+    solver, start = gnlin.LevenbergMarquardt(), jnp.array(5.5)
+    found = optx.least_squares(gnlin.Residuals(fn), solver, start, given)
+    np.testing.assert_allclose(found.value, 6.0)
+
+
 def test_arguments_that_depend_on_the_parameters():
     group = gnlin.Residuals(lambda y, z: y * z - 3.0)
     found = optx.least_squares(

@@ -149,6 +149,7 @@ def fit(
     by_optax = not isinstance(solver, AbstractGaussNewton)
     solver = as_solver(solver)
     check_loss(loss)
+    loss = loss.as_arguments()
     check_divergence(divergence)
     for name, value in (
         ("batch_size", None if isinstance(batch_size, Mapping) else batch_size),

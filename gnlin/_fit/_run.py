@@ -321,7 +321,7 @@ class Run(AbstractRun):
             stats={"num_steps": self.step, "num_epochs": self.epoch, **counts},
             linearisation_point=self.linearisation_point,
             prior=None if self._setting.prior is None else self._setting.prior.deviation,
-            _trained=self._frozen.trained,
+            _trained=(self._frozen.trained, self._frozen.fn is not None),
         )
 
     #

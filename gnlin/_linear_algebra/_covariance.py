@@ -44,11 +44,13 @@ class Covariance(NamedTuple):
         known = variance * matmul(self.factor, self.factor.T)
         return where_determined(self.determined, known)
 
-    def covariance_of(self, matrix: Float[Array, "n k"]) -> Float[Array, "n n"]:
-        """Return the covariance of n linear functions of the parameters, in units of the
-        residuals' variance, likewise."""
+    def covariance_of(
+        self, matrix: Float[Array, "n k"], variance: Scalar
+    ) -> Float[Array, "n n"]:
+        """Return the covariance of n linear functions of the parameters, likewise."""
         half = matmul(matrix, self.factor)
-        return where_determined(self.determines(matrix), matmul(half, half.T))
+        known = variance * matmul(half, half.T)
+        return where_determined(self.determines(matrix), known)
 
     def variances(self, matrix: Float[Array, "n k"], variance: Scalar) -> Array:
         """Return the variances of n linear functions of the parameters. They are infinite
@@ -84,7 +86,7 @@ def where_determined(
     not determined."""
     both = determined[:, None] & determined[None, :]
     unknown = jnp.where(jnp.eye(len(matrix), dtype=bool), jnp.inf, jnp.nan)
-    return jnp.where(both, matrix, unknown.astype(matrix.dtype))
+    return jnp.where(both & ~jnp.isinf(matrix), matrix, unknown.astype(matrix.dtype))
 
 
 def covariance(

@@ -354,8 +354,8 @@ def as_solver(solver: Any) -> AbstractGaussNewton:
         return IterativeLinearisation(1, optimiser=solver, restart=False)
     if hasattr(solver, "shape") or isinstance(solver, list):
         raise ValueError(
-            "Inputs and targets must be passed as one tuple, `(inputs, targets)`, but an "
-            "array was given in place of the solver."
+            "Inputs and targets must be passed as one tuple, `(inputs, targets)`, but "
+            "`solver`, the argument after the data, is an array or a list."
         )
     named = getattr(solver, "__name__", None)
     given = (

@@ -93,7 +93,10 @@ class GroupNetwork(eqx.Module):
             if select is not None:
                 select = canonical(select, example)
                 read = jax.eval_shape(gathered, read, jax.eval_shape(select, example))
-            fn = canonical(self._of(name), read, example)
+            if group.at_once:
+                fn = _canonical_at_once(self._of(name), read, example)
+            else:
+                fn = canonical(self._of(name), read, example)
             groups[name] = dataclasses.replace(group, fn=fn, select=select)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
@@ -101,6 +104,22 @@ class GroupNetwork(eqx.Module):
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
         return inputs
+
+
+def _canonical_at_once(fn: Callable, parameters: PyTree, args: Any) -> Callable:
+    """Return a group's function in canonical form if `args` holds more than arrays, which
+    the program is then one of."""
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    of_arrays = eqx.Partial(_with_rest, fn, rest)
+    return eqx.Partial(_of_args, canonical(of_arrays, parameters, arrays))
+
+
+def _with_rest(fn: Callable, rest: Any, parameters: PyTree, arrays: Any) -> Any:
+    return fn(parameters, eqx.combine(arrays, rest))
+
+
+def _of_args(fn: Callable, parameters: PyTree, args: Any) -> Any:
+    return fn(parameters, eqx.filter(args, eqx.is_array))
 
 
 def _residuals(

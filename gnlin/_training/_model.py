@@ -115,8 +115,9 @@ def partition(
     dtypes = tuple(leaf.dtype for leaf in leaves)
     parameters = in_single(parameters)
     check_parameters(parameters)
-    places = {path for path, _ in jax.tree.leaves_with_path(parameters)}
-    among = tuple(path in places for path, _ in jax.tree.leaves_with_path(trained))
+    with_path = jax.tree_util.tree_leaves_with_path
+    places = {path for path, _ in with_path(parameters)}
+    among = tuple(path in places for path, _ in with_path(trained))
     return parameters, Frozen(rest, dtypes, fn, trained=among)
 
 

@@ -323,7 +323,7 @@ def of_groups(
         )
     network = GroupNetwork(frozen, of_network, part_size)
     losses = GroupLosses(
-        {name: group.loss for name, group in groups.items()},
+        {name: group.loss.as_arguments() for name, group in groups.items()},
         {name: group.weight for name, group in groups.items()},
         # Examples that are chosen from data by a batch size may be noisy.
         is_drawn=network.draws and not any(sizes.values()),

@@ -183,7 +183,8 @@ class Solution(eqx.Module, Generic[Model]):
     stats: dict[str, Any]
     linearisation_point: Model | None = None
     prior: Any = None
-    _trained: tuple[bool, ...] = eqx.field(static=True, default=())  # of all leaves
+    # Which leaves were trained, and whether the model is a pair `(fn, parameters)`
+    _trained: tuple[tuple[bool, ...], bool] | None = eqx.field(static=True, default=None)
 
     def __repr__(self) -> str:
         name, history = type(self.model).__name__, self.history
@@ -209,12 +210,11 @@ def model_and_spec(model: Any, filter_spec: Spec | None) -> tuple[Any, Spec]:
     model = model if solution is None else solution.model
     if filter_spec is not None:
         return model, filter_spec
-    if solution is None or not solution._trained:
+    if solution is None or solution._trained is None:
         return model, eqx.is_inexact_array
-    # The parameters of a pair `(fn, parameters)` have fewer leaves than the pair.
-    trained = solution._trained
-    whole = len(jax.tree.leaves(model)) == len(trained)
-    return model, jax.tree.structure(model if whole else model[1]).unflatten(trained)
+    trained, is_pair = solution._trained
+    structure = jax.tree.structure(model[1] if is_pair else model)
+    return model, structure.unflatten(trained)
 
 
 def on_host(tree: PyTree) -> PyTree:

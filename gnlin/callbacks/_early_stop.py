@@ -61,8 +61,9 @@ class EarlyStop(Callback):
     def on_start(self, run: Run) -> None:
         columns = run.history.columns
         self.events = "validations" if "validation_loss" in columns else "measurements"
-        of_steps = self.monitor in COLUMNS or self.monitor.startswith(("loss/", "valid"))
-        if self.events == "measurements" and of_steps:
+        of_steps = self.monitor in COLUMNS or self.monitor.startswith("loss/")
+        missing = self.monitor not in columns and self.monitor.startswith("valid")
+        if self.events == "measurements" and (of_steps or missing):
             raise ValueError(
                 "`EarlyStop` needs validation data: pass `validation` to `gnlin.fit`, or "
                 "monitor a column of `gnlin.callbacks.Measure`."

@@ -15,7 +15,7 @@ from jax.scipy.special import gammaln, xlogy
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_one_of
+from .._common._checks import as_scalar, check_one_of
 from .._common._sharding import is_here
 from .._common._tree import ravel_pytree
 from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
@@ -57,6 +57,8 @@ class AbstractLoss(eqx.Module):
     reduction: AbstractVar[Reduction | None]
     # Whether the loss equals its second-order expansion in the outputs
     is_quadratic: ClassVar[bool] = False
+    # Names of numbers that a compiled program takes as arguments
+    _numbers: ClassVar[tuple[str, ...]] = ()
 
     def __check_init__(self):
         if self.reduction is not None:
@@ -64,6 +66,14 @@ class AbstractLoss(eqx.Module):
 
     def __repr__(self) -> str:
         return _tree.in_words(self)
+
+    def as_arguments(self) -> "AbstractLoss":
+        """Return the loss with its numbers as arrays, so that a program that takes it is
+        not compiled again for other numbers."""
+        if not self._numbers:
+            return self
+        numbers = lambda loss: [getattr(loss, name) for name in self._numbers]
+        return eqx.tree_at(numbers, self, list(map(as_scalar, numbers(self))))
 
     def reduced(self, default: Reduction) -> "AbstractLoss":
         """Return the loss with `default` as its reduction if it has none."""
@@ -248,8 +258,8 @@ def check_loss(loss: object) -> None:
         raise ValueError(f"`loss` must be one loss, but several were given; {EACH_LOSS}.")
     if isinstance(loss, type) and issubclass(loss, AbstractLoss):
         raise ValueError(
-            "`loss` must be an instance, such as `gnlin.SoftmaxCrossEntropy()`, but the "
-            f"class `{loss.__name__}` was given: call it."
+            f"`loss` must be an instance, but the class `{loss.__name__}` was given: "
+            "call it."
         )
     if not isinstance(loss, AbstractLoss):
         raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
-from .._common._checks import as_scalar, check_finite_positive, check_scalar
+from .._common._checks import check_finite_positive, check_scalar
 from ._base import (
     AbstractElementwiseLoss,
     cdf_of_counts,
@@ -163,7 +163,8 @@ class NegativeBinomialNLL(_Binomial):
     """
 
     _targets: ClassVar = "counts", 0.0, math.inf
-    dispersion: ScalarLike = eqx.field(converter=as_scalar)
+    _numbers: ClassVar[tuple[str, ...]] = ("dispersion",)
+    dispersion: ScalarLike
     reduction: Reduction | None = None
 
     def __check_init__(self):

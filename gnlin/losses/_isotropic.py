@@ -64,6 +64,9 @@ class Isotropic(AbstractLoss):
             )
         check_whole("axis", self.axis)
 
+    def as_arguments(self) -> "Isotropic":
+        return eqx.tree_at(lambda own: own.loss, self, self.loss.as_arguments())
+
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
         _, size = self._polar(outputs, target)
         each = jax.tree.map(lambda s: self.loss.elementwise(s, jnp.zeros_like(s)), size)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, ScalarLike
 
 from .._common._checks import (
-    as_scalar,
     check_finite_positive,
     check_flag,
     check_scalar,
@@ -32,7 +31,8 @@ class AbstractRobust(AbstractElementwiseLoss):
     than half the square of larger ones."""
 
     _rho: ClassVar[Rho]
-    delta: ScalarLike = eqx.field(default=1.0, converter=as_scalar)
+    _numbers: ClassVar[tuple[str, ...]] = ("delta",)
+    delta: ScalarLike = 1.0
     reduction: Reduction | None = None
     reweighted: bool = eqx.field(default=False, static=True, kw_only=True)
 

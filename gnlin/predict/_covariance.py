@@ -13,25 +13,27 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar
 from .._common import _tree
 from .._common._checks import check_callable, check_count, check_flag, is_traced
 from .._common._tree import Structure
-from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._jacobian import DEFAULT_MEMORY_BUDGET, WithPrior
 from .._linear_algebra._covariance import (
     Covariance,
-    covariance as covariance_of_matrix,
+    covariance as from_matrix,
     where_determined,
 )
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import (
     AbstractObjective,
+    BatchLoss,
     GroupLoss,
     GroupLosses,
     objective_of,
 )
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._retraction import Retraction
+from .._linearisation._retraction import flaw_of, Retraction
 from .._subproblem import choose
 from .._training._data import as_batch
 from .._training._group_network import GroupNetwork
 from .._training._model import Frozen, make_network, Network
+from .._training._prior import Prior
 from .._training._residuals import (
     as_groups,
     Groups,
@@ -44,7 +46,6 @@ from .._training._solution import model_and_spec, Solution
 from ..filters import Tikhonov
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
-from ._linearised import check_finite
 
 
 # The model counts as at the minimum within this many standard deviations, measured by the
@@ -55,7 +56,7 @@ _AT_MINIMUM = 0.1
 _MANY = 2000
 # A function is undetermined if its variance falls by more than the first factor when the
 # damping, a multiple of the rounding of the curvature, rises by the second.
-_FALLS, _RISES, _ROUNDINGS = 1.5, 4.0, 100.0
+_FALLS, _RISES, _ROUNDINGS = 1.1, 4.0, 100.0
 
 
 class Estimate(NamedTuple):
@@ -78,12 +79,13 @@ def covariance(
     r"""Compute the covariance of parameters that were fitted to groups of residuals, such
     as cameras and points, poses of a graph, or curves that share parameters.
 
-    It is the inverse of the curvature at the minimum,
+    It is the inverse of the Gauss-Newton curvature at the minimum,
     $\bigl(\sum_g w_g\,\phi_g^\top H_g\,\phi_g\bigr)^{-1}$, with $H_g$ the second
-    derivatives of the loss of group g. For squared error and weights that are inverse
-    variances, and for negative log-likelihoods, these are the usual standard errors. A
-    fit of one curve has more of them in [`gnlin.curve_fit`][], such as profiles; the
-    uncertainty of a network's outputs is that of [`gnlin.predict.posterior`][].
+    derivatives of the loss of group g, or zero where they are negative. For squared error
+    and weights that are inverse variances, and for negative log-likelihoods, these are
+    the usual standard errors. A fit of one curve has more in [`gnlin.curve_fit`][], such
+    as profiles; the uncertainty of a network's outputs is that of
+    [`gnlin.predict.posterior`][].
 
     What the residuals do not determine has an infinite error, such as the places of poses
     of which only differences were measured. Functions of the parameters that they do
@@ -92,15 +94,15 @@ def covariance(
     **Arguments:**
 
     - `model`: the [`gnlin.Solution`][] of [`gnlin.solve`][] or [`gnlin.fit`][], or a
-        model at the minimum. If it was trained with a prior, pass the prior as one more
-        group.
+        model at the minimum. The prior of a solution counts as further residuals.
     - `data`: the groups of residuals, as for [`gnlin.solve`][]; or `(inputs, targets)` or
         `(inputs, targets, weights)`.
     - `loss`: the loss of one example, if `data` are inputs and targets. Its sum over the
         examples counts, whatever its `reduction`.
     - `absolute_sigma`: whether the weights are inverse variances. If not, the covariance
-        is multiplied by $2L/(m - k)$, with L the loss, m the number of residuals, and k
-        of parameters. Only for squared error.
+        is multiplied by $2L/(m - k)$, with L the loss, m the number of residuals of
+        positive weight, and k the number of parameters that they determine. Only for
+        squared error, without a prior.
     - `retraction`: as in [`gnlin.LevenbergMarquardt`][], for rotations and poses. Errors
         are then those of the step from the minimum.
     - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]; by default those
@@ -110,7 +112,9 @@ def covariance(
 
     **Returns:** a [`gnlin.predict.ParameterCovariance`][].
 
-    **Raises:** `ValueError` if an argument makes no sense, or if anything is not finite.
+    **Raises:** `ValueError` if an argument makes no sense, or if anything is not finite;
+    also for sparse residuals of more than 2,000 parameters in single precision, which
+    does not resolve what they determine.
 
     !!! example
 
@@ -138,14 +142,14 @@ def covariance(
     check_loss(loss)
     check_flag("absolute_sigma", absolute_sigma)
     check_count("memory_budget", memory_budget)
-    if isinstance(model, Solution) and model.prior is not None:
+    deviation = model.prior if isinstance(model, Solution) else None
+    if deviation is not None and not absolute_sigma:
         raise ValueError(
-            "The model was trained with a prior: add it to the groups, such as "
-            "`gnlin.Residuals(lambda model, _: eqx.filter(model, "
-            "eqx.is_inexact_array), weight=1 / s**2)`, and pass `solution.model`."
+            "The model was trained with a prior in units of the noise: pass weights that "
+            "are inverse variances, and leave `absolute_sigma` out."
         )
     model, filter_spec = model_and_spec(model, filter_spec)
-    groups = as_groups(data)
+    groups, prior = as_groups(data), None
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses
     if groups is None:
@@ -153,20 +157,33 @@ def covariance(
         parameters, network = make_network(model, filter_spec)
         batch = network.args(batch[0], None, None), *batch[1:]
         losses = with_reduction(loss, "sum")
+        if deviation is not None:
+            prior = Prior.of(deviation, losses, batch)
     else:
         refuse_samplers(groups)
         if not eqx.tree_equal(loss, SquaredError()):
             raise ValueError("`loss` is not for groups, each of which has its own.")
         parameters, network, batch, losses = of_groups(model, groups, filter_spec)
-    curved = Retraction.of(retraction, parameters) if retraction is not None else None
-    known = _at(network, losses, parameters, batch, curved, absolute_sigma, memory_budget)
-    known = ParameterCovariance(*known, network.frozen)
-    check_finite(known._distance)
-    if not is_traced(known._distance) and known._distance > _AT_MINIMUM:
+    curved = None
+    if retraction is not None:
+        if flaw := flaw_of(retraction, parameters):
+            raise ValueError(flaw)
+        curved = Retraction.of(retraction, parameters)
+    fixed = curved, absolute_sigma, memory_budget
+    known = _at(network, losses, prior, parameters, batch, *fixed)
+    distance = known._distance
+    if is_traced(distance):
+        return known
+    if not jnp.isfinite(distance):
+        raise ValueError(
+            "The residuals or their derivatives are not finite at the model, so that the "
+            "parameters have no covariance: pass finite data, and a model at a minimum."
+        )
+    if distance > _AT_MINIMUM:
         warnings.warn(
-            f"The model is {float(known._distance):.2g} standard deviations from the "
-            "minimum, where the covariance holds: train it further, and leave parameters "
-            "at a bound out by `filter_spec`.",
+            f"The model is {float(distance):.2g} standard deviations from the minimum, "
+            "where the covariance holds: train it further, and leave parameters at a "
+            "bound out by `filter_spec`.",
             stacklevel=2,
         )
     return known
@@ -176,30 +193,39 @@ def covariance(
 def _at(
     network: Network | GroupNetwork,
     losses: AbstractLoss | GroupLosses,
+    prior: Prior | None,
     parameters: PyTree[Array],
     batch: tuple,
     retraction: Retraction | None,
     absolute_sigma: bool,
     memory_budget: int,
-) -> tuple:
-    """Return the fields of the covariance at a model's parameters."""
-    lin = linearise(network.function(), parameters, batch[0], memory_budget=memory_budget)
+) -> "ParameterCovariance":
+    """Return the covariance at a model's parameters."""
+    fn = network.function() if prior is None else WithPrior(network.function(), False)
+    lin = linearise(fn, parameters, batch[0], memory_budget=memory_budget)
     outputs = Structure.of(lin.outputs).tree
-    losses.check(outputs, batch[1])
-    objective = objective_of(losses, outputs, batch)
+    objective: AbstractObjective
+    if prior is None:
+        losses.check(outputs, batch[1])
+        objective = objective_of(losses, outputs, batch)
+    else:
+        losses.check(outputs["data"], batch[1])
+        of_data = objective_of(losses, outputs["data"], batch)
+        assert isinstance(of_data, BatchLoss)
+        objective = prior.beside(of_data, outputs["prior"])
     if not absolute_sigma and not objective.is_quadratic:
         raise ValueError("`absolute_sigma=False` is for squared error only.")
     if retraction is not None:
         lin = lin.along(retraction)
-    problem = objective.expand(lin)
+    problem, moving = objective.expand(lin), _moving(lin)
     slope = problem.gradient()
     p, cost = problem.jacobian.domain.size, problem.jacobian.cost()
     fits = cost.rows_fit and p**2 * cost.itemsize <= memory_budget
-    inverse: _Factor | _Solves
+    inverse: _BySingularValues | _BySolves
     if fits and not (problem.jacobian.is_sparse and p > _MANY):
-        inverse = _Factor.of(problem, _moving(lin))
+        inverse = _BySingularValues.of(problem, moving)
     else:
-        inverse = _Solves.of(problem)
+        inverse = _BySolves.of(problem, moving)
     loss = objective.value(lin.outputs)
     number = _num_residuals(objective, lin.outputs).astype(loss.dtype)
     dof = number - inverse.rank.astype(loss.dtype)
@@ -210,7 +236,10 @@ def _at(
     size = _tree.norm(problem.jacobian.mv(parameters)).astype(scale.dtype)
     newton = jnp.where(newton <= _tree.eps(parameters) ** 0.5 * size, 0, newton)
     distance = newton / jnp.sqrt(jnp.where(scale > 0, scale, 1))
-    return scale, dof, parameters, retraction, inverse, distance
+    frozen = network.frozen
+    return ParameterCovariance(
+        scale, dof, parameters, retraction, inverse, distance, frozen
+    )
 
 
 def _num_residuals(objective: AbstractObjective, outputs: PyTree[Array]) -> Scalar:
@@ -240,71 +269,76 @@ def _moving(lin: Linearisation) -> Bool[Array, " p"]:
     return jnp.concatenate(moving)
 
 
-class _Factor(eqx.Module):
+class _BySingularValues(eqx.Module):
     """The inverse of the curvature from the singular values of the whole Jacobian."""
 
     known: Covariance
     rank: Scalar
 
     @staticmethod
-    def of(problem: Quadratic, moving: Bool[Array, " p"]) -> "_Factor":
+    def of(problem: Quadratic, moving: Bool[Array, " p"]) -> "_BySingularValues":
         matrix = problem.jacobian.as_matrix()
-        known = covariance_of_matrix(
-            matrix, moving, moving, jnp.array(len(matrix), matrix.dtype)
-        )
-        return _Factor(known, known.rank)
+        number = jnp.array(len(matrix), matrix.dtype)
+        known = from_matrix(matrix, moving, moving, number)
+        return _BySingularValues(known, known.rank)
 
-    def covariance_of(self, rows: Float[Array, "k p"]) -> Float[Array, "k k"]:
+    def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
         """Return the covariance of linear functions of the parameters."""
-        return self.known.covariance_of(rows)
+        return self.known.covariance_of(rows, scale.astype(rows.dtype))
 
     def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
         """Return the length of a Newton step in standard deviations."""
         flat = _tree.ravel_pytree(slope)[0]
         return jnp.linalg.norm(_tree.matmul(flat, self.known.factor))
 
-    def standard_errors(self, structure: Structure) -> PyTree[Array]:
-        one = jnp.ones((), self.known.factor.dtype)
-        return structure.unravel(jnp.sqrt(jnp.diagonal(self.known.matrix(one))))
 
-
-class _Solves(eqx.Module):
-    """The inverse of the curvature by one damped solve for each function, for sparse
-    problems of many parameters. The damping is that of rounding."""
+class _BySolves(eqx.Module):
+    """The inverse of the curvature by damped solves for each function, for sparse
+    problems of many parameters. The damping is that of rounding, after the columns are
+    scaled to length 1, so that it does not depend on the parameters' units."""
 
     problem: Quadratic
+    units: PyTree[Array]
     damping: Scalar
     rank: Scalar
 
     @staticmethod
-    def of(problem: Quadratic) -> "_Solves":
+    def of(problem: Quadratic, moving: Bool[Array, " p"]) -> "_BySolves":
+        if _tree.dtype(problem.residual) != jnp.float64:
+            raise ValueError(
+                "Single precision does not resolve the covariance of so many parameters: "
+                'use `jax.config.update("jax_enable_x64", True)`.'
+            )
         zeros = jax.tree.map(jnp.zeros_like, problem.residual)
         jacobian = problem.jacobian.at_hand_if_it_fits()
-        largest = _tree.max_norm(jacobian.squared_columns())
-        damping = _ROUNDINGS * _tree.eps(problem.residual) * largest
-        return _Solves(Quadratic(jacobian, zeros), damping, jnp.array(jacobian.shape[1]))
+        norms = jax.tree.map(jnp.sqrt, jacobian.squared_columns())
+        units = jax.tree.map(lambda x: jnp.where(x > 0, x, 1), norms)
+        damping = jnp.array(_ROUNDINGS * _tree.eps(problem.residual))
+        scaled = Quadratic(jacobian, zeros).scaled(units)
+        return _BySolves(scaled, units, damping, jnp.sum(moving))
 
-    def covariance_of(self, rows: Float[Array, "k p"]) -> Float[Array, "k k"]:
-        """Return the covariance of linear functions of the parameters."""
+    def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
+        """Return the covariance of linear functions of the parameters. Two dampings show
+        whether the function is determined, and remove most of the damping's effect."""
+        units = _tree.ravel_pytree(self.units)[0]
         unravel = self.problem.jacobian.domain.unravel
+        rows = rows / units[None]
 
-        def inverse(row: Float[Array, " p"], damping: Scalar) -> Float[Array, " p"]:
-            return -_tree.ravel_pytree(self._step(unravel(row), damping))[0]
+        def damped(damping: Scalar) -> Float[Array, "k k"]:
+            solved = jax.lax.map(lambda row: self._step(unravel(row), damping), rows)
+            flat = jax.vmap(lambda step: _tree.ravel_pytree(step)[0])(solved)
+            return -_tree.matmul(rows, flat.T)
 
-        less, more = (
-            jax.lax.map(lambda row, d=damping: inverse(row, d), rows)
-            for damping in (self.damping, _RISES * self.damping)
-        )
-        found = _tree.matmul(rows, less.T)
-        damped = jnp.sum(rows * more, axis=1)
-        determined = jnp.diagonal(found) <= _FALLS * damped
-        return where_determined(determined, 0.5 * (found + found.T))
+        less, more = damped(self.damping), damped(_RISES * self.damping)
+        determined = jnp.diagonal(less) <= _FALLS * jnp.diagonal(more)
+        found = less + (less - more) / (_RISES - 1)
+        return where_determined(determined, scale * 0.5 * (found + found.T))
 
     def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
         """Return the length of a Newton step in standard deviations. A product with the
         Jacobian removes what rounding adds in directions without curvature."""
-        step = self._step(slope, self.damping)
-        return _tree.norm(self.problem.jacobian.mv(step))
+        slope = jax.tree.map(jnp.divide, slope, self.units)
+        return _tree.norm(self.problem.jacobian.mv(self._step(slope, self.damping)))
 
     def _step(self, slope: PyTree[Array], damping: Scalar) -> PyTree[Array]:
         problem, filter = dataclasses.replace(self.problem, rest=slope), Tikhonov(damping)
@@ -326,7 +360,7 @@ class ParameterCovariance(eqx.Module):
     degrees_of_freedom: Scalar
     _parameters: PyTree[Array]
     _retraction: Retraction | None
-    _inverse: _Factor | _Solves
+    _inverse: _BySingularValues | _BySolves
     _distance: Scalar  # to the minimum
     _frozen: Frozen
 
@@ -335,20 +369,23 @@ class ParameterCovariance(eqx.Module):
 
     @property
     def standard_errors(self) -> PyTree[Array]:
-        """The standard error of each parameter, in the structure of the model, with
-        `None` for other leaves. It is infinite if the residuals do not determine the
+        """The standard error of each parameter, in the structure of the parameters, with
+        `None` for what is not one. It is infinite if the residuals do not determine the
         parameter, and zero for an entry of a step that the retraction does not use.
 
         **Raises:** `ValueError` for sparse residuals of more than 2,000 parameters, or if
         a p x p matrix or the Jacobian does not fit into the memory budget."""
-        if isinstance(self._inverse, _Solves):
+        structure = Structure.of(self._parameters)
+        if isinstance(self._inverse, _BySolves):
             raise ValueError(
-                f"The errors of all {_tree.size(self._parameters):,} parameters would "
-                "take as many solves: ask for those that you need, such as "
-                '`derived(lambda model: model["poses"][3])`.'
+                f"The errors of all {structure.size:,} parameters would take two solves "
+                "for each: ask for those that you need, such as "
+                "`derived(lambda model: model[:3])`, or raise `memory_budget` if it is "
+                "below that of their covariance."
             )
-        errors = self._inverse.standard_errors(Structure.of(self._parameters))
-        return jax.tree.map(lambda x: jnp.sqrt(self.scale).astype(x.dtype) * x, errors)
+        identity = jnp.eye(structure.size, dtype=self._inverse.known.factor.dtype)
+        known = _covariance_of(self._inverse, identity, self.scale)
+        return structure.unravel(jnp.sqrt(jnp.diagonal(known)))
 
     def derived(self, fn: Callable[[Any], PyTree[Array]]) -> Estimate:
         """Return a function of the model with its standard error, by linear propagation
@@ -356,8 +393,9 @@ class ParameterCovariance(eqx.Module):
 
         **Arguments:**
 
-        - `fn`: a function of the model, by JAX operations, that returns a pytree of
-            floating-point arrays.
+        - `fn`: a function of the model, or of the parameters of a pair
+            `(fn, parameters)`, by JAX operations, that returns a pytree of floating-point
+            arrays.
 
         **Returns:** `(value, standard_error)`. An error is infinite if the residuals do
         not determine the value.
@@ -377,18 +415,26 @@ class ParameterCovariance(eqx.Module):
 
         def value(parameters: PyTree[Array], _: None) -> PyTree[Array]:
             model = self._frozen.in_training(parameters)
-            return fn(model if self._frozen.fn is None else model[1])
+            found = fn(model if self._frozen.fn is None else model[1])
+            for leaf in jax.tree.leaves(found):
+                if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                    raise ValueError(
+                        "`fn` must return floating-point arrays, but returned the dtype "
+                        f"{jnp.result_type(leaf)}: convert it with `astype(float)`."
+                    )
+            return jax.tree.map(jnp.asarray, found)
 
         lin = linearise(value, self._parameters)
         return lin if self._retraction is None else lin.along(self._retraction)
 
     def _of(self, lin: Linearisation) -> Float[Array, "k k"]:
-        found = _covariance_of(self._inverse, lin.matrix())
-        return self.scale.astype(found.dtype) * found
+        return _covariance_of(self._inverse, lin.matrix(), self.scale)
 
 
 @eqx.filter_jit
 def _covariance_of(
-    inverse: _Factor | _Solves, rows: Float[Array, "k p"]
+    inverse: _BySingularValues | _BySolves, rows: Float[Array, "k p"], scale: Scalar
 ) -> Float[Array, "k k"]:
-    return inverse.covariance_of(rows)
+    finite = jnp.all(jnp.isfinite(rows), axis=1)
+    found = inverse.covariance_of(jnp.where(finite[:, None], rows, 0), scale)
+    return jnp.where(finite[:, None] & finite[None], found, jnp.nan)
