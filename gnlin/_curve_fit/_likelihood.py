@@ -83,8 +83,9 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
         )
     if sigma_x is not None and not isinstance(loss, SquaredError):
         raise ValueError("`sigma_x` needs squared error: leave `loss` or `sigma_x` out.")
+    loss = loss.as_arguments()
     if isinstance(loss, SquaredError | AbstractRobust):
-        return loss.as_arguments()
+        return loss
     if isinstance(loss, TobitNLL) and sigma is None:
         raise ValueError(
             "Censored values need `sigma`, the standard deviation of y, which this fit "
@@ -95,7 +96,6 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
             f"`sigma` is for normal noise, and `{type(loss).__name__}` already implies "
             "the spread of y: leave `sigma` out."
         )
-    loss = loss.as_arguments()
     return loss if isinstance(loss, AbstractElementwiseLoss) else PerPoint(loss=loss)
 
 

@@ -130,7 +130,7 @@ class EarlyStop(Callback):
         return f"monitor={self.monitor!r}, mode={mode!r}, {numbers}"
 
 
-def _mode_of(monitor: str) -> str:
+def _mode_of(monitor: str) -> Literal["min", "max"]:
     """Return whether smaller or larger is better, where the column's name says so."""
     name = monitor.removesuffix("_linearised")
     if name.endswith(("loss", "error")):

@@ -188,7 +188,7 @@ class NegativeBinomialNLL(_Binomial):
     def cdf(self, output, target):
         from scipy.stats import nbinom  # slow to import
 
-        alpha = float(self.dispersion)
+        alpha = np.asarray(self.dispersion).item()
         mean = np.asarray(self.mean(jnp.asarray(output)))
         return cdf_of_counts(nbinom(1 / alpha, 1 / (1 + alpha * mean)), target)
 

@@ -247,6 +247,7 @@ def _num_residuals(objective: AbstractObjective, outputs: PyTree[Array]) -> Scal
     if isinstance(objective, GroupLoss):
         parts = ((part, outputs[name]) for name, part in objective.parts.items())
     else:
+        assert isinstance(objective, BatchLoss)
         parts = ((objective, outputs),)
     number = jnp.array(0)
     for part, of_part in parts:
