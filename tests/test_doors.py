@@ -286,7 +286,7 @@ MODELS = {
     "a function": (of_pair, "A plain function has no trainable array: pass it with its"),
     "a model in vmap": (jax.vmap(LINE), "pass the model itself, which is called on one"),
     "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
-    "parameters": (PARAMETERS, "must be callable .* but a dictionary of 'b', 'w'"),
+    "parameters": (PARAMETERS, "must be callable .* but a dictionary of"),
     "two functions": ((of_pair, of_pair), "but a tuple of 2 was given"),
     "state": (eqx.nn.make_with_state(Normalised)()[0], "has state.*pass `state`; or"),
     "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\) it"),
