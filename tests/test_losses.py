@@ -1155,7 +1155,7 @@ def test_errors_of_a_losses_hyperparameters(name, build):
     "loss", ["softmax", None, optax.l2_loss, gnlin.SoftmaxCrossEntropy]
 )
 def test_errors_of_losses(loss):
-    with pytest.raises(ValueError, match="`loss` must be (one of gnlin's|an instance)"):
+    with pytest.raises(ValueError, match=r"`loss` must be (one of gnlin's|an instance)"):
         gnlin.solve(affine(), (X, np.zeros(5, int)), gnlin.GaussNewton(), loss=loss)
 
 
