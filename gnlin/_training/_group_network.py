@@ -107,8 +107,8 @@ class GroupNetwork(eqx.Module):
 
 
 def _canonical_at_once(fn: Callable, parameters: PyTree, args: Any) -> Callable:
-    """Return a group's function in canonical form if `args` holds more than arrays, which
-    the program is then one of."""
+    """Return the function of a group without data in canonical form. Its program takes
+    the arrays among `args`; whatever else they hold, such as functions, is part of it."""
     arrays, rest = eqx.partition(args, eqx.is_array)
     of_arrays = eqx.Partial(_with_rest, fn, rest)
     return eqx.Partial(_of_args, canonical(of_arrays, parameters, arrays))

@@ -377,8 +377,8 @@ def refuse_groups(data: Any) -> None:
     if as_groups(data) is not None:
         raise ValueError(
             "Predictions need `(inputs, targets)`, but groups of `gnlin.Residuals` were "
-            "given: for their Jacobian, kernel and curvature use "
-            "`gnlin.features.linearise_model`."
+            "given: for the errors of their parameters use `gnlin.predict.covariance`, "
+            "for their Jacobian, kernel and curvature `gnlin.features.linearise_model`."
         )
 
 

@@ -12,20 +12,14 @@ from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._canonical import needed
 from .._common._sharding import Places, sharded
-from .._jacobian import WithPrior
 from .._linearisation._linearisation import linearised
-from .._linearisation._objective import (
-    AbstractObjective,
-    BatchLoss,
-    GroupLosses,
-    objective_of,
-)
+from .._linearisation._objective import AbstractObjective, GroupLosses
 from .._solver import AbstractGaussNewton, print_row, State
 from ..losses import AbstractLoss
 from ._divergence import Watch
 from ._group_network import GroupNetwork
 from ._model import Network
-from ._prior import Prior
+from ._prior import function_beside, objective_beside, outputs_of_data, Prior
 from ._solution import columns_of
 
 
@@ -71,16 +65,12 @@ class StepSettings(NamedTuple):
 
     def function(self) -> Callable[[PyTree, Any], Any]:
         """Return the function whose outputs the objective takes."""
-        fn = self.network.function()
-        return fn if self.prior is None else WithPrior(fn, self.network.has_state)
+        has_state = self.network.has_state
+        return function_beside(self.prior, self.network.function(), has_state)
 
     def objective(self, outputs: Shapes, data: tuple, **options) -> AbstractObjective:
         """Return the objective of a batch; `options` are those of `objective_of`."""
-        if self.prior is None:
-            return objective_of(self.loss, outputs, data, **options)
-        of_data = objective_of(self.loss, outputs["data"], data, **options)
-        assert isinstance(of_data, BatchLoss)  # groups have no prior
-        return self.prior.beside(of_data, outputs["prior"])
+        return objective_beside(self.prior, self.loss, outputs, data, **options)
 
     def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:
         """Return the network's `args` for step `number`. Keys and augmentation differ
@@ -140,7 +130,7 @@ def checked_outputs(
         return setting.outputs(parameters, setting.args(inputs, 0, state))
 
     outputs = eqx.filter_eval_shape(forward, parameters, inputs, model_state)
-    setting.loss.check(outputs if setting.prior is None else outputs["data"], targets)
+    setting.loss.check(outputs_of_data(setting.prior, outputs), targets)
     return outputs
 
 

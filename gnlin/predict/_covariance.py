@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar
 from .._common import _tree
 from .._common._checks import check_callable, check_count, check_flag, is_traced
 from .._common._tree import Structure
-from .._jacobian import DEFAULT_MEMORY_BUDGET, WithPrior
+from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linear_algebra._covariance import (
     Covariance,
     covariance as from_matrix,
@@ -25,7 +25,6 @@ from .._linearisation._objective import (
     BatchLoss,
     GroupLoss,
     GroupLosses,
-    objective_of,
 )
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._retraction import flaw_of, Retraction
@@ -33,7 +32,7 @@ from .._subproblem import choose
 from .._training._data import as_batch
 from .._training._group_network import GroupNetwork
 from .._training._model import Frozen, make_network, Network
-from .._training._prior import Prior
+from .._training._prior import function_beside, objective_beside, outputs_of_data, Prior
 from .._training._residuals import (
     as_groups,
     Groups,
@@ -201,18 +200,11 @@ def _at(
     memory_budget: int,
 ) -> "ParameterCovariance":
     """Return the covariance at a model's parameters."""
-    fn = network.function() if prior is None else WithPrior(network.function(), False)
+    fn = function_beside(prior, network.function())
     lin = linearise(fn, parameters, batch[0], memory_budget=memory_budget)
     outputs = Structure.of(lin.outputs).tree
-    objective: AbstractObjective
-    if prior is None:
-        losses.check(outputs, batch[1])
-        objective = objective_of(losses, outputs, batch)
-    else:
-        losses.check(outputs["data"], batch[1])
-        of_data = objective_of(losses, outputs["data"], batch)
-        assert isinstance(of_data, BatchLoss)
-        objective = prior.beside(of_data, outputs["prior"])
+    losses.check(outputs_of_data(prior, outputs), batch[1])
+    objective = objective_beside(prior, losses, outputs, batch)
     if not absolute_sigma and not objective.is_quadratic:
         raise ValueError("`absolute_sigma=False` is for squared error only.")
     if retraction is not None:
