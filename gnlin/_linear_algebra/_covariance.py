@@ -47,7 +47,8 @@ class Covariance(NamedTuple):
     def covariance_of(
         self, matrix: Float[Array, "n k"], variance: Scalar
     ) -> Float[Array, "n n"]:
-        """Return the covariance of n linear functions of the parameters, likewise."""
+        """Return the covariance of n linear functions of the parameters. For functions
+        that the residuals do not determine it is infinite and NaN, as in `matrix`."""
         half = matmul(matrix, self.factor)
         known = variance * matmul(half, half.T)
         return where_determined(self.determines(matrix), known)

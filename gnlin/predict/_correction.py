@@ -75,8 +75,8 @@ def correction(
     - `model`: the [`gnlin.Solution`][] of the training; or the trained model, if the
         losses need not be compared.
     - `groups`: the groups of residuals, as for [`gnlin.solve`][], at more points.
-    - `filter_spec`: the parameters that were trained, as for [`gnlin.solve`][]; by
-        default those of the training, or of a model all.
+    - `filter_spec`: the parameters that were trained, as for [`gnlin.solve`][]. By
+        default a solution tells them, and a model counts as trained as a whole.
     - `method`: the way to compute the step, as in [`gnlin.GaussNewton`][]. Singular
         values (`"svd"`) are the most accurate. `"eigh"` takes less time for thousands of
         parameters, but does not see errors below about $10^{-7}$ of the outputs.

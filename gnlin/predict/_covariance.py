@@ -104,9 +104,9 @@ def covariance(
         squared error, without a prior.
     - `retraction`: as in [`gnlin.LevenbergMarquardt`][], for rotations and poses. Errors
         are then those of the step from the minimum.
-    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]; by default those
-        that were trained, or of a model all. The others count as known. Leave out
-        parameters at a bound.
+    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. By default these
+        are the parameters that were trained, or all parameters if a model is passed. The
+        others count as known. Leave out parameters at a bound.
     - `memory_budget`: the maximum bytes of a matrix.
 
     **Returns:** a [`gnlin.predict.ParameterCovariance`][].

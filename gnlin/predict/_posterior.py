@@ -84,9 +84,10 @@ def posterior(
         of the trained model, with any loss.
     - `from_zero`: whether to replace the model's own outputs by zero. The result is a
         Gaussian process with the tangent kernel, independent of the initial outputs.
-    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]; by default those
-        that were trained, or of a model all. The others count as known. For a large
-        network take those of [the last layer](../uncertainty.md#a-large-network).
+    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. By default these
+        are the parameters that were trained, or all parameters if a model is passed. The
+        others count as known. For a large network take those of
+        [the last layer](../uncertainty.md#a-large-network).
     - `memory_budget`: the maximum bytes of a matrix.
 
     **Returns:** a [`gnlin.predict.Posterior`][].
