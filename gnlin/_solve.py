@@ -164,7 +164,7 @@ def solve(
             model, groups, filter_spec, part_size=part_size
         )
     check_start(solver.bounds, parameters)
-    parameters = solver.between_bounds(parameters)
+    parameters = solver.clipped(parameters)
     compiled = network
     if mesh is None and not is_traced((network, parameters, batch)):
         compiled = network.canonical(parameters, batch[0])

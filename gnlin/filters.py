@@ -27,7 +27,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, ScalarLike
+from jaxtyping import Array, ArrayLike, Float, ScalarLike
 
 from ._common import _tree
 from ._common._checks import (
@@ -69,11 +69,6 @@ class AbstractFilter(eqx.Module):
         """Return the filter's value $g(w)$ at each (non-negative) eigenvalue `w`."""
 
 
-def _reciprocal(w: Float[Array, "*k"], where: Bool[Array, "*k"]) -> Float[Array, "*k"]:
-    """Return `1 / w` where a condition holds, else 0, without dividing by zero."""
-    return jnp.where(where, 1 / jnp.where(where, w, 1), 0)
-
-
 class PseudoInverse(AbstractFilter):
     r"""Gauss-Newton: $g(w) = 1/w$ on the numerical range, $0$ off it.
 
@@ -101,7 +96,7 @@ class PseudoInverse(AbstractFilter):
         w = eigenvalues
         rcond = 0.0 if self.rcond is None else self.rcond
         cutoff = jnp.asarray(rcond, w.dtype) ** 2 * jnp.max(w, initial=0)
-        return _reciprocal(w, w > cutoff)
+        return _tree.quotient(1, w, w > cutoff)
 
 
 class Tikhonov(AbstractFilter):
@@ -122,7 +117,7 @@ class Tikhonov(AbstractFilter):
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         damped = eigenvalues + jnp.asarray(self.damping, eigenvalues.dtype)
-        return _reciprocal(damped, damped != 0)
+        return _tree.quotient(1, damped)
 
 
 class GradientDescent(AbstractFilter):
@@ -327,7 +322,7 @@ def _power(steps: _AbstractMomentum, w: Float[Array, "*k"], step) -> Array:
     )
     value = jnp.where(jnp.isnan(value), jnp.inf, value)  # the steps overflowed
     converges = eta * w < jnp.asarray(steps.largest_stable(), w.dtype)
-    limit = jnp.where(converges, _reciprocal(w, w > 0), jnp.inf)
+    limit = jnp.where(converges, _tree.quotient(1, w, w > 0), jnp.inf)
     return jnp.where(jnp.isinf(period), limit, value)
 
 

@@ -360,7 +360,7 @@ def _outputs_are_fewer(jacobian: AbstractJacobian) -> bool:
 def _project_parameters(jacobian, vectors, s, residual):
     pulled, _ = ravel_pytree(jacobian.pull_back(residual))
     along = matmul(vectors, pulled.astype(vectors.dtype))
-    return jnp.where(s == 0, 0, along / jnp.where(s == 0, 1, s))
+    return _tree.quotient(along, s)
 
 
 def _check_several(name: str, number: int) -> None:

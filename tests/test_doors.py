@@ -389,7 +389,7 @@ def test_errors_of_data(data, message):
 
 def test_which_example_is_not_finite():
     broken = X.at[jnp.array([3, 5]), 0].set(jnp.nan)
-    message = "The input of example 3, and 1 more are not finite"
+    message = "The inputs of example 3 and of 1 more are not finite"
     with pytest.warns(UserWarning, match=message):
         gnlin.solve(LINE, (broken, T), DAMPED)
     with pytest.warns(UserWarning, match=message):

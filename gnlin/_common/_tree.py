@@ -234,6 +234,13 @@ def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(lambda a: _cast(s, a.dtype) * a, x)
 
 
+def quotient(x: Array | float, y: Array, where: Array | None = None) -> Array:
+    """Return `x / y` where a condition holds, by default where `y` is not zero, and 0
+    elsewhere, with derivatives that are finite there, too."""
+    where = y != 0 if where is None else where
+    return jnp.where(where, x / jnp.where(where, y, 1), 0)
+
+
 def divided(x: PyTree[Array], norm: Scalar) -> PyTree[Array]:
     """Return `x` divided by a norm, or `x` itself if the norm is zero."""
     norm = jnp.where(norm == 0, 1, norm)

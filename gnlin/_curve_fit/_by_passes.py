@@ -235,4 +235,4 @@ def _no_trial(
         return _proposed(trials, trials.begun())
 
     shapes = eqx.filter_eval_shape(first, y, here, state)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return _tree.zeros_like(shapes)

@@ -111,7 +111,7 @@ def fitted_in_parts(
     most, setting = setting.max_steps, setting.with_arrays()
     passes, solver = _Passes(setting, parts, start, nan_policy), setting.solver
     assert isinstance(solver, LevenbergMarquardt)
-    first = solver.between_bounds(start)
+    first = solver.clipped(start)
     with Bar(most, True) as bar:
         minimum = minimise(solver, passes.expand, first, most, bar.show)
     sums = unweighted = minimum.last

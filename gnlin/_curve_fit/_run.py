@@ -113,7 +113,7 @@ def _solved(matrix: Array, right: Array, free: Array) -> Array:
     both = free[:, None] & free[None, :]
     w, u = _lapack.eigh(jnp.where(both, matrix / (units[:, None] * units[None]), 0))
     least = w.size * jnp.finfo(w.dtype).eps * jnp.max(jnp.abs(w))
-    inverse = jnp.where(jnp.abs(w) > least, 1 / jnp.where(w == 0, 1, w), 0)
+    inverse = _tree.quotient(1, w, jnp.abs(w) > least)
     inverse = jnp.where(jnp.isnan(w), jnp.nan, inverse)
     right = jnp.where(free, right / units, 0)
     return _tree.matmul(u, inverse * _tree.matmul(u.T, right)) / units

@@ -191,7 +191,7 @@ class Misfit(NamedTuple):
         if isinstance(loss, AbstractRobust):
             slopes = second()
             root = jnp.where(root > 0, root, counted * loss.root_of_weight(residuals))
-        reduced = jnp.where(root > 0, pull / jnp.where(root > 0, root, 1), 0)
+        reduced = _tree.quotient(pull, root, root > 0)
         if isinstance(loss, Likelihood):
             outputs, residuals = root * outputs, -reduced
         expected = outputs + residuals

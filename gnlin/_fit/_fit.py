@@ -14,7 +14,13 @@ from .._common._progress import on_a_terminal
 from .._common._sharding import automatic, mesh_of, on_mesh, places
 from .._linearisation._bounds import check_start
 from .._linearisation._objective import GroupLosses
-from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
+from .._solver import (
+    AbstractGaussNewton,
+    AdaptiveLinearisation,
+    as_solver,
+    IterativeLinearisation,
+    LevenbergMarquardt,
+)
 from .._training._data import as_tuple
 from .._training._divergence import check_divergence
 from .._training._group_network import GroupNetwork
@@ -314,4 +320,13 @@ def _check_curvature_batch(size, stream, solver) -> None:
             f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
             "at most the number of examples, and the data must be arrays."
         )
-    solver.check_curvature_batch()
+    if isinstance(solver, IterativeLinearisation | AdaptiveLinearisation):
+        raise ValueError(
+            "Iterative linearisation uses one batch for each inner step: leave "
+            "`curvature_batch_size` out."
+        )
+    if getattr(solver, "form", "quadratic") != "quadratic":
+        raise ValueError(
+            f'`curvature_batch_size` cannot be used with `form="{solver.form}"`: pass a '
+            'solver with `form="quadratic"`.'
+        )

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._common import _tree
+from .._common._canonical import of_one_example
 from .._common._checks import check_count
 from .._common._convolutions import channels_last
 from .._common._passes import Passes
@@ -201,9 +203,7 @@ class OfExamples(AbstractJacobian):
         if size >= self._num_examples():
             return of_part(self._args)
         parts, whole, last = _divided(self._args, size)
-        zero = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_part, self._args)
-        )
+        zero = _tree.zeros_like(jax.eval_shape(of_part, self._args))
         add = lambda total, args: jax.tree.map(jnp.add, total, of_part(args))
         step = lambda total, part: (add(total, whole(part)), None)
         total, _ = jax.lax.scan(step, zero, parts)
@@ -242,7 +242,7 @@ class OfExamples(AbstractJacobian):
         return _number(self._args)
 
     def _outputs_of_one(self) -> Structure:
-        return Structure.of(_of_one(self.codomain.tree))
+        return Structure.of(of_one_example(self.codomain.tree))
 
     def _is_by_forward(self) -> bool:
         shape_of_one = self._outputs_of_one().size, self.domain.size
@@ -251,17 +251,14 @@ class OfExamples(AbstractJacobian):
     def _program(self) -> _program.Program:
         # Devices share the rows' columns, and factored blocks have no such columns.
         layers = not is_sharded()
-        return _program.find(self._fn, self._point, _of_one(self._args), layers=layers)
+        return _program.find(
+            self._fn, self._point, of_one_example(self._args), layers=layers
+        )
 
     def block_bytes(self) -> list[int]:
         c, itemsize = self._outputs_of_one().size, self.domain.dtype.itemsize
         sizes = _program.num_numbers(self._program(), self._point, c)
         return [self._num_examples() * size * itemsize for size in sizes]
-
-
-def _of_one(examples: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-    """Return the shapes of one example."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
 
 
 def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:

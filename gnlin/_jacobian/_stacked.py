@@ -149,7 +149,7 @@ def _sum(trees: Iterable[Of]) -> Of:
 
 
 def _most(passes) -> Passes:
-    """Return the passes that the groups take if they are passed through together."""
+    """Return the passes that all groups take in one pass together."""
     counts = [(each.jvps, each.vjps) for each in passes]
     jvps, vjps = zip(*counts, strict=True)
     return Passes(max(jvps), max(vjps))

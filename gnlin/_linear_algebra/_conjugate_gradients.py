@@ -139,7 +139,7 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             curvature = _tree.dot(it.direction, product)  # p^T A p
             rounding = _ROUNDINGS * eps * _tree.norm(it.direction) * _tree.norm(product)
             sound = curvature > rounding
-            alpha = jnp.where(sound, it.gamma / jnp.where(sound, curvature, 1), 0)
+            alpha = _tree.quotient(it.gamma, curvature, sound)
             x = _tree.where(it.looks, it.x, _tree.axpy(alpha, it.direction, it.x))
             before = _tree.where(it.looks, b, it.residual)
             residual = _tree.axpy(-jnp.where(it.looks, 1, alpha), product, before)

@@ -144,7 +144,7 @@ def _inverse_factor(
     and $V^\top$. Singular values below `length` roundings of the largest are off it."""
     _, s, vt = _small_svd.svd(matrix)
     s = jnp.where(s > length * jnp.finfo(matrix.dtype).eps * s[0], s, 0)
-    factor = jnp.where((s > 0)[None], vt.T / jnp.where(s > 0, s, 1)[None], 0)
+    factor = _tree.quotient(vt.T, s[None])
     return factor, s, vt
 
 

@@ -31,6 +31,13 @@ def svd(
     return guarded(_thin_svd, matrix)
 
 
+def cholesky(matrix: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Return the lower triangular factor of a positive definite matrix."""
+    finite = jnp.all(jnp.isfinite(matrix))
+    safe = jnp.where(finite, matrix, jnp.eye(len(matrix), dtype=matrix.dtype))
+    return jnp.where(finite, jnp.linalg.cholesky(safe), jnp.nan)
+
+
 # Aspect ratio and number of entries from which a QR factorisation is made first. It takes
 # 0.4 to 0.5 of the time of the plain decomposition (jax 0.10, on a CPU).
 _OBLONG, _LARGE = 8, 2**14

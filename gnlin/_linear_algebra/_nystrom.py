@@ -34,9 +34,7 @@ def shifted(probes: Matrix, sketch: Matrix, times: float) -> tuple[Matrix, Scala
 def core_factor(probes: Matrix, sketch: Matrix) -> Float[Array, "l l"]:
     r"""Return the lower triangular $C$; NaN if the sketch is not finite."""
     core = matmul(probes.T, sketch)
-    finite = _tree.all_finite(core)
-    safe = jnp.where(finite, (core + core.T) / 2, jnp.eye(len(core), dtype=core.dtype))
-    return jnp.where(finite, jnp.linalg.cholesky(safe), jnp.nan)
+    return _lapack.cholesky((core + core.T) / 2)
 
 
 def halved(factor: Float[Array, "l l"], matrix: Matrix) -> Matrix:

@@ -388,9 +388,7 @@ def _names(groups: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:
-    if tree is not None:
-        return tree
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return _tree.zeros_like(like) if tree is None else tree
 
 
 def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:

@@ -41,7 +41,7 @@ class AbstractRecognised(eqx.Module):
         others, structure_of_rest = jax.tree.flatten(rest)
         call = _Call(structure, structure_of_rest, static)
         out = _residuals.bind(*leaves, *others, call=call)
-        return jax.tree.unflatten(jax.tree.structure(call.shapes(leaves, others)), out)
+        return jax.tree.unflatten(jax.tree.structure(call.shapes(*leaves, *others)), out)
 
 
 class _Call:
@@ -64,14 +64,14 @@ class _Call:
         function, args = eqx.combine(rest, self._static)
         return y, function.posed(y, args)
 
-    def shapes(self, leaves: Sequence[Any], others: Sequence[Any]) -> PyTree:
+    def shapes(self, *leaves: Any) -> PyTree:
         """Return the shapes of the residuals, which have the outputs' structure."""
 
-        def outputs(*all_leaves):
-            y, (fn, args, _) = self.posed(all_leaves)
+        def outputs(*leaves):
+            y, (fn, args, _) = self.posed(leaves)
             return fn(y, args)
 
-        return jax.eval_shape(outputs, *leaves, *others)
+        return jax.eval_shape(outputs, *leaves)
 
     def plain(self, *leaves: Any) -> list[Array]:
         y, (fn, args, objective) = self.posed(leaves)
@@ -90,8 +90,7 @@ def _impl(*leaves, call: _Call):
 @_residuals.def_abstract_eval
 def _shapes(*leaves, call: _Call):
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    k = call.num_parameters
-    found = jax.tree.leaves(call.shapes(structs[:k], structs[k:]))
+    found = jax.tree.leaves(call.shapes(*structs))
     return [ShapedArray(x.shape, x.dtype) for x in found]
 
 

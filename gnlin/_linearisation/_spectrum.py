@@ -420,7 +420,7 @@ def _pushed_forward(jacobian, v, z):
 
 def _project_curvature(jacobian, v, s, residual):
     along = matmul(v.T, matmul(jacobian.T, residual))
-    return jnp.where(s == 0, 0, along / jnp.where(s == 0, 1, s))
+    return _tree.quotient(along, s)
 
 
 def _rounding(matrix: Float[Array, "m n"]) -> float:

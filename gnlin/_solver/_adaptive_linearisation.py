@@ -207,9 +207,6 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
         return self.descent.linearisation_point(state)
 
-    def check_curvature_batch(self) -> None:
-        self.descent.check_curvature_batch()
-
     def advance_stream(self, objective, fn, y, args, state, *, has_aux):
         def evaluate(y):
             return fn(y, args)[0] if has_aux else fn(y, args)

@@ -30,11 +30,13 @@ class _LeastNorm(lx.AbstractLinearSolver[_Inverse]):
 
     def init(self, operator: lx.AbstractLinearOperator, options: dict) -> _Inverse:
         matrix = operator.as_matrix()
-        of_rows = _inverse(jnp.max(jnp.abs(matrix), axis=1))
-        of_columns = _inverse(jnp.max(jnp.abs(of_rows[:, None] * matrix), axis=0))
-        u, w, vt = _lapack.svd(of_rows[:, None] * matrix * of_columns[None])
+        of_rows = _tree.quotient(1, jnp.max(jnp.abs(matrix), axis=1))
+        scaled = of_rows[:, None] * matrix
+        of_columns = _tree.quotient(1, jnp.max(jnp.abs(scaled), axis=0))
+        u, w, vt = _lapack.svd(scaled * of_columns[None])
         rounding = len(w) * jnp.finfo(w.dtype).eps * jnp.max(w, initial=0)
-        inverse = _tree.matmul(vt.T * _inverse(jnp.where(w > rounding, w, 0))[None], u.T)
+        inverse = _tree.quotient(1, w, w > rounding)
+        inverse = _tree.matmul(vt.T * inverse[None], u.T)
         inverse = of_columns[:, None] * inverse * of_rows[None]
         shapes = operator.out_structure(), operator.in_structure()
         return _Inverse(inverse, *map(_tree.Structure.of, shapes))
@@ -51,11 +53,6 @@ class _LeastNorm(lx.AbstractLinearSolver[_Inverse]):
 
     def assume_full_rank(self) -> bool:
         return False
-
-
-def _inverse(x: Float[Array, " n"]) -> Float[Array, " n"]:
-    """Return 1 / x, and 0 where x is zero."""
-    return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))
 
 
 class ImplicitAdjoint(optx.ImplicitAdjoint):

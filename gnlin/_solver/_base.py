@@ -271,7 +271,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     # Bounds and retractions
     #
 
-    def between_bounds(self, y: PyTree[Array]) -> PyTree[Array]:
+    def clipped(self, y: PyTree[Array]) -> PyTree[Array]:
         """Return the nearest point between the bounds."""
         return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
 
@@ -331,9 +331,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Return the linearisation point if it is kept across batches, or `None`."""
         return None
 
-    def check_curvature_batch(self) -> None:
-        """Raise `ValueError` if the curvature cannot use more examples than the loss."""
-
     #
     # The interface to optimistix
     #
@@ -357,7 +354,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def step(
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
-        y, posed = self.between_bounds(y), recognised(fn, y, args)
+        y, posed = self.clipped(y), recognised(fn, y, args)
         point = self.next_point(y, state)
         fixed = self.memory_budget, (options or {}).get("jac")
         if posed is None:

@@ -47,11 +47,11 @@ def between_bounds(
     linearised problem is then solved again for the other parameters and its step is
     followed, until a solution lies within the box. The linearised objective falls all
     along the path. If there are many parameters, all that the step takes across a bound
-    are held at once, unless the step that is cut at the first bound lowers the objective
-    more; then many faces are followed, too. Without `again`, the step is cut at the first
-    bound, or each parameter at its own, whichever lowers the linearised objective more.
-    With `inverse` no further factorisation is needed: when a parameter is held, the
-    others move along a column of the inverse.
+    are held at once. If the step that is cut at the first bound lowers the objective
+    more, faces are followed one by one, as for few parameters. Without `again`, the step
+    is cut at the first bound, or each parameter at its own, whichever lowers the
+    linearised objective more. With `inverse` no further factorisation is needed: when a
+    parameter is held, the others move along a column of the inverse.
 
     ??? cite "Reference"
 

@@ -309,12 +309,6 @@ class IterativeLinearisation(AbstractGaussNewton):
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
         return state.memory.point if isinstance(state.memory, Stream) else None
 
-    def check_curvature_batch(self) -> None:
-        raise ValueError(
-            "Iterative linearisation uses one batch for each inner step: leave "
-            "`curvature_batch_size` out."
-        )
-
     def advance_stream(
         self, objective, fn, y, args, state, *, has_aux, trigger: Trigger | None = None
     ):

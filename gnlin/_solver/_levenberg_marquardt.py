@@ -36,7 +36,6 @@ from ._between_bounds import between_bounds
 from ._on_a_batch import MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._state import Detour, Evaluate, State, Update
-from ._stepping import check_quadratic
 from ._trials import TrialOutcome, Trials, try_dampings
 
 
@@ -189,9 +188,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def detour(self, state: State) -> Detour | None:
         memory = state.memory
         return memory.detour if isinstance(memory, _Memory) else None
-
-    def check_curvature_batch(self) -> None:
-        check_quadratic(self.form)
 
     def start_stream(self, y, outputs) -> State:
         state = self.start(y, outputs)

@@ -42,20 +42,9 @@ class AbstractSearchedGaussNewton(AbstractGaussNewton):
         check_search(self.search)
         check_form(self.form, "auto")
 
-    def check_curvature_batch(self) -> None:
-        check_quadratic(self.form)
-
     def start_stream(self, y, outputs) -> State:
         state = self.start(y, outputs)
         return state.with_stride(y) if self.search == "auto" else state
-
-
-def check_quadratic(form: Form) -> None:
-    if form != "quadratic":
-        raise ValueError(
-            f'`curvature_batch_size` cannot be used with `form="{form}"`: pass a solver '
-            'with `form="quadratic"`.'
-        )
 
 
 class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):

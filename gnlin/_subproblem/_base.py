@@ -174,7 +174,7 @@ class AbstractWay(AbstractSubproblem):
     def damping_of(self, filter: Filter) -> ScalarLike:
         """Return the damping of a `Tikhonov` filter; raise for any other filter."""
         if not isinstance(filter, Tikhonov):
-            raise does_not_serve(self.method, filter)
+            raise does_not_serve(type(self), filter)
         return filter.damping
 
 
@@ -332,8 +332,9 @@ def unless_endless(
     return Answer(step, num_inner_steps, passes, result=result)
 
 
-def does_not_serve(method: str, filter: Filter) -> ValueError:
+def does_not_serve(way: type[AbstractWay], filter: Filter) -> ValueError:
+    name = getattr(way, "method", way.__name__)
     return ValueError(
-        f"The method {method!r} cannot be used for `{type(filter).__name__}`: choose "
+        f"The method {name!r} cannot be used for `{type(filter).__name__}`: choose "
         "another method for this filter."
     )

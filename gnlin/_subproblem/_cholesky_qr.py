@@ -13,6 +13,7 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._tree import gram_of_columns, matmul, ravel_pytree
 from .._jacobian import Cost
+from .._linear_algebra import _lapack
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
@@ -107,7 +108,7 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
         # phi does not determine. It vanishes with the residual.
         size = jnp.asarray(size, self.q.dtype) * self.unit * _PART_OF_POINT
         noise = eps * jnp.sqrt(trace) * _tree.norm(self.problem.residual)
-        noise = jnp.where(size > 0, noise / jnp.where(size > 0, size, 1), 0)
+        noise = _tree.quotient(noise, size, size > 0)
         noise = jnp.minimum(noise, eps * trace)
         return jnp.maximum(least, noise) * self.unit**2
 
@@ -172,8 +173,5 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
 def _inverse_root(matrix: Float[Array, "n n"], shift: Scalar) -> Float[Array, "n n"]:
     r"""Return $L^{-1}$ for $LL^\top$ = `matrix + shift I`; NaN if that is not finite."""
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
-    shifted = matrix + shift * identity
-    finite = _tree.all_finite(shifted)
-    lower = jnp.linalg.cholesky(jnp.where(finite, shifted, identity))
-    inverse = triangular_solve(lower, identity, left_side=True, lower=True)
-    return jnp.where(finite, inverse, jnp.nan)
+    lower = _lapack.cholesky(matrix + shift * identity)
+    return triangular_solve(lower, identity, left_side=True, lower=True)

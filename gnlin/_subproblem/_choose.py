@@ -182,7 +182,7 @@ def way_of(
     given = method if _is_own(method) else next(ways, None)
     if given is not None:
         if not given.fits(problem, filter):
-            raise does_not_serve(getattr(given, "method", given.__name__), filter)
+            raise does_not_serve(given, filter)
         return given
     serving = [way for way in WAYS if way.fits(problem, filter)]
     if method != "auto":

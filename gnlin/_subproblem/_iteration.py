@@ -162,7 +162,7 @@ class AbstractIteration(AbstractMethod):
             return self.descend(filter, damping)
         if isinstance(filter, GradientFlow):
             return self.flow(filter, damping)
-        raise does_not_serve(self.method, filter)
+        raise does_not_serve(type(self), filter)
 
     def verdict(self, diverged: Array) -> optx.RESULTS:
         """Return divergence, unless the first gradient was not finite."""

@@ -126,7 +126,7 @@ class Spectral(AbstractWay):
         $g_\perp$ is rounding, it is set to zero, since a small damping would turn it into
         a long step."""
         w, rest = self.spectrum.eigenvalues, self.problem.rest
-        within = jnp.where(w > 0, self.pushed / jnp.where(w > 0, w, 1), 0)
+        within = _tree.quotient(self.pushed, w, w > 0)
         outside = _tree.axpy(-1, self.spectrum.lift(within), rest)
         size = _tree.norm(outside)
         least = _ROUNDINGS * _tree.eps(rest) * _tree.norm(rest)
@@ -163,7 +163,7 @@ class _Quotient(eqx.Module):
 
     def __call__(self, w: Float[Array, " k"]) -> Float[Array, " k"]:
         change = self.filter(w) - _at_zero(self.filter, w)
-        return jnp.where(w > 0, change / jnp.where(w > 0, w, 1), 0)
+        return _tree.quotient(change, w, w > 0)
 
 
 class SingularValues(Spectral):

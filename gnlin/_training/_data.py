@@ -68,9 +68,10 @@ def not_finite(
     This looks at all data, so it is used only after a run has failed."""
     for name, tree in (("input", inputs), ("target", targets)):
         for bad in rows_not_finite(tree):
-            others = f", and {bad.size - 1} more" if bad.size > 1 else ""
-            verb = "are" if others else "is"
-            return f"The {name} of example {bad[0]}{others} {verb} not finite."
+            if bad.size == 1:
+                return f"The {name} of example {bad[0]} is not finite."
+            others = f"{bad.size - 1} more"
+            return f"The {name}s of example {bad[0]} and of {others} are not finite."
     return ""
 
 

@@ -150,7 +150,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
             weights = weights.astype(target.dtype)
             total = jnp.sum(target, axis=-1)
             weighted = _tree.matmul(target, weights)
-            return jnp.where(total > 0, weighted / jnp.where(total > 0, total, 1), 0)
+            return _tree.quotient(weighted, total, total > 0)
         each = jnp.ones(()) if weights is None else weights.at[target].get(mode="clip")
         return jnp.where(self._counts(target), each, 0)
 

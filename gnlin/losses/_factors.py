@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
+from .._common import _tree
 from .._common._tree import matmul, ravel_pytree
 from .._linear_algebra._lapack import eigh
 
@@ -60,10 +61,6 @@ def _is_steep(gradient: Array, root: Array, unit: ScalarLike) -> Array:
     return ~((slope <= root * unit**0.5) | (slope <= root**2))
 
 
-def _quotient(x: Array, y: Array, where: Array) -> Array:
-    return jnp.where(where, x / jnp.where(where, y, 1), 0)
-
-
 class DiagonalFactor(AbstractFactor):
     """The factor of a loss that is a sum over outputs.
 
@@ -85,7 +82,7 @@ class DiagonalFactor(AbstractFactor):
     def whiten(self, gradient: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         steep = jax.tree.map(lambda g, d: _is_steep(g, d, self.unit), gradient, self.root)
         residual = jax.tree.map(
-            lambda g, d, s: _quotient(g, d, ~s & (d > 0)), gradient, self.root, steep
+            lambda g, d, s: _tree.quotient(g, d, ~s & (d > 0)), gradient, self.root, steep
         )
         remainder = jax.tree.map(lambda g, s: jnp.where(s, g, 0), gradient, steep)
         return residual, remainder
@@ -185,7 +182,7 @@ class SoftmaxFactor(AbstractFactor):
         # the remainder is then diag(s) (I - s s^T) diag(1/s) times these components.
         root = jnp.sqrt(self.total) * self.s
         steep = _is_steep(gradient, root, 1.0)
-        residual = _quotient(gradient, root, ~steep & (root > 0))
+        residual = _tree.quotient(gradient, root, ~steep & (root > 0))
         left = jnp.where(steep, gradient, 0)
         missed = left - self.s**2 * jnp.sum(left, axis=-1, keepdims=True)
         return residual, missed
@@ -223,7 +220,7 @@ class DenseFactor(AbstractFactor):
         g, unravel = ravel_pytree(gradient)
         along = matmul(self.vectors.T, g)
         curved = (self.root > 0) & ~_is_steep(along, self.root, self.unit)
-        residual = _quotient(along, self.root, curved)
+        residual = _tree.quotient(along, self.root, curved)
         remainder = matmul(self.vectors, jnp.where(curved, 0, along))
         # A remainder below the rounding error counts as zero.
         rounding = g.size * jnp.finfo(g.dtype).eps * jnp.max(jnp.abs(g))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
+from .._common import _tree
 from .._common._cost import rates
 from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian, Cost
@@ -175,8 +176,7 @@ class Eigenbasis(eqx.Module):
         w = self.eigenvalues
         if self.on_outputs:
             pushed = matmul(self.vectors.T, self.jacobian.push_forward(vector))
-            known = w > self.cutoff
-            along = jnp.where(known, pushed**2 / jnp.where(known, w, 1), 0)
+            along = _tree.quotient(pushed**2, w, w > self.cutoff)
         else:
             along = matmul(self.vectors.T, flat) ** 2
         inside = jnp.sum(along * (w / (w + damping)))
@@ -254,8 +254,7 @@ def _by_vectors(
     gradient, unravel = ravel_pytree(jacobian.pull_back(residual))
     coefficients = matmul(v.T, gradient).astype(w.dtype)
     # Components along eigenvalues that are only rounding count as outside.
-    known = w > w.size * rounding
-    inside = jnp.where(known, coefficients / jnp.where(known, w, 1), 0)
+    inside = _tree.quotient(coefficients, w, w > w.size * rounding)
     reached = jacobian.push_forward(unravel(matmul(v, inside)))
     return Eigenbasis(
         eigenvalues=jnp.maximum(w, 0),
