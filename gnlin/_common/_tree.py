@@ -139,6 +139,18 @@ def gram(a: Array) -> Array:
     return jnp.block([[gram(first), between.T], [between, gram(second)]])
 
 
+def gram_of_triangle(a: Array) -> Array:
+    """Return `a @ a.T` of a lower triangular matrix; of a large one, leave out zeros."""
+    m = a.shape[0]
+    if m < _HALVED or not on_one_cpu():
+        return matmul(a, a.T)
+    h = m // 2
+    first, below, second = a[:h, :h], a[h:, :h], a[h:, h:]
+    between = matmul(below, first.T)
+    last = gram(below) + gram_of_triangle(second)
+    return jnp.block([[gram_of_triangle(first), between.T], [between, last]])
+
+
 def gram_of_columns(a: Array) -> Array:
     """Return `a.T @ a`."""
     if a.dtype != jnp.float64 or a.shape[1] < _TRANSPOSED or not on_one_cpu():

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
-from .._common._tree import gram_of_columns, matmul, ravel_pytree
+from .._common._tree import gram, gram_of_columns, gram_of_triangle, matmul, ravel_pytree
 from .._jacobian import Cost
 from .._linear_algebra import _lapack
 from .._linearisation._quadratic import Quadratic
@@ -57,8 +57,8 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
     curvature: Float[Array, "p p"]  # phi^T phi
     flat_gradient: Float[Array, " p"]  # phi^T r + g_0
     shift: Scalar
+    q: Float[Array, "p m"]  # Q^T
     inverse: Float[Array, "p p"]  # L^-1
-    q: Float[Array, "m p"]
     gram: Float[Array, "p p"]  # Q^T Q
     damped: Float[Array, "p p"]  # L^-1 L^-T
     gradient_in_q: Float[Array, " p"]  # Q^T r + L^-1 g_0
@@ -74,10 +74,13 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
         shift = _SHIFT * _tree.eps(phi) * jnp.trace(self.curvature)
         self.shift = _tree.fixed(jnp.where(shift > 0, shift, 1))
         # No step depends on L, which is therefore a constant to derivatives.
-        self.inverse = _tree.fixed(_inverse_root(self.curvature, self.shift))
-        self.q = matmul(phi, self.inverse.T)
-        self.gram = gram_of_columns(self.q)
-        self.damped = matmul(self.inverse, self.inverse.T)
+        identity = jnp.eye(len(self.curvature), dtype=phi.dtype)
+        lower = _tree.fixed(_lapack.cholesky(self.curvature + self.shift * identity))
+        both = jnp.concatenate([phi.T, identity], axis=1)
+        both = triangular_solve(lower, both, left_side=True, lower=True)
+        self.q, self.inverse = both[:, : len(phi)], both[:, len(phi) :]
+        self.gram = gram(self.q)
+        self.damped = gram_of_triangle(self.inverse)
         self.flat_gradient, self.gradient_in_q = self._gradients(problem)
         self.factor = None
 
@@ -147,7 +150,7 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
         first, because L^-1 would magnify its rounding."""
         gradient, _ = ravel_pytree(problem.gradient())
         gradient = gradient.astype(self.q.dtype) / self.unit
-        in_q = matmul(problem.flat_residual().astype(self.q.dtype), self.q)
+        in_q = matmul(self.q, problem.flat_residual().astype(self.q.dtype))
         if problem.rest is not None:
             rest, _ = ravel_pytree(problem.rest)
             in_q += matmul(self.inverse, rest.astype(self.q.dtype) / self.unit)
@@ -168,10 +171,3 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
 
     def _scaled_damping(self, filter: Filter) -> Scalar:
         return jnp.asarray(self.damping_of(filter), self.q.dtype) / self.unit**2
-
-
-def _inverse_root(matrix: Float[Array, "n n"], shift: Scalar) -> Float[Array, "n n"]:
-    r"""Return $L^{-1}$ for $LL^\top$ = `matrix + shift I`; NaN if that is not finite."""
-    identity = jnp.eye(len(matrix), dtype=matrix.dtype)
-    lower = _lapack.cholesky(matrix + shift * identity)
-    return triangular_solve(lower, identity, left_side=True, lower=True)
