@@ -9,6 +9,7 @@ import pytest
 from problems import each_pair
 
 import gnlin
+from gnlin._common import _tree
 from gnlin._subproblem._prox_linear import ProxLinear
 
 
@@ -143,3 +144,38 @@ def test_the_curvature_along_the_gradient_in_any_units(method):
     here, slope = found(0 * b, jnp.float32(1))
     assert here == 0
     np.testing.assert_array_equal(slope, np.zeros(7))
+
+
+@pytest.mark.parametrize("method", ["kernel", "curvature", "cholesky-qr", "svd"])
+def test_the_largest_curvature_is_near_the_largest_eigenvalue(method):
+    """Also where the gradient is zero, or along a small eigenvalue."""
+    a = jnp.diag(jnp.array([1.0, 1e-3]))
+    for residual in (jnp.zeros(2), jnp.array([0.0, 1.0])):
+        quadratic = gnlin.authoring.Quadratic(
+            gnlin.linearise(lambda y, _: a @ y, jnp.ones(2)).jacobian, residual
+        )
+        ready = gnlin.authoring.choose(quadratic, FILTER, method=method)
+        np.testing.assert_allclose(ready.largest_curvature(), 1)
+
+
+def test_a_method_of_your_own_without_a_name_refuses_a_filter():
+    class Dense(gnlin.authoring.AbstractMethod):
+        @classmethod
+        def of(cls, problem, cost):
+            return cls(problem.at_hand(), cost.rows)
+
+        def solve(self, filter):
+            return gnlin.authoring.Answer(self.gradient(), self.damping_of(filter))
+
+    ready = gnlin.authoring.choose(problem((3, 2)), FILTER, method=Dense)
+    with pytest.raises(ValueError, match="'Dense' cannot be used for `GradientFlow`"):
+        ready.solve(gnlin.filters.GradientFlow(1.0))
+
+
+def test_products_of_large_matrices_with_their_transposes(monkeypatch):
+    monkeypatch.setattr(_tree, "_HALVED", 4)
+    a = np.random.default_rng(0).normal(size=(11, 11))
+    np.testing.assert_allclose(_tree.gram(jnp.asarray(a)), a @ a.T, atol=1e-13)
+    lower = np.tril(a)
+    found = _tree.gram_of_triangle(jnp.asarray(lower))
+    np.testing.assert_allclose(found, lower @ lower.T, atol=1e-13)

@@ -586,6 +586,11 @@ def test_outputs_that_are_not_real_numbers(outputs, words):
         linearise(lambda y, args: outputs(y), jnp.ones(3))
 
 
+def test_a_function_of_one_argument_is_told_how_it_is_called():
+    with pytest.raises(ValueError, match=r"called as `fn\(y, args\)`, but its .* \(y\)"):
+        linearise(lambda y: y**2, jnp.ones(3))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_method_is_named():
     lin = linearise(lambda y, args: y, jnp.ones(2))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_count, check_one_of
+from .._common._checks import check_count, check_one_of, check_takes
 from .._common._sharding import is_sharded
 from .._common._tree import ravel_pytree, Structure
 from .._jacobian import (
@@ -247,9 +247,10 @@ def linearise(
     **Returns:** a [`gnlin.Linearisation`][], or, with `has_aux`, a pair of it and the
     auxiliary data.
 
-    **Raises:** `ValueError` if `y` has no entries, or is not real floating-point; if the
-    function cannot be differentiated in the mode `jac`; if it has one mode only and its
-    dense Jacobian exceeds the memory budget.
+    **Raises:** `ValueError` if the function does not take two arguments; if `y` has no
+    entries, or is not real floating-point; if the function cannot be differentiated in
+    the mode `jac`; if it has one mode only and its dense Jacobian exceeds the memory
+    budget.
 
     !!! example
 
@@ -258,6 +259,7 @@ def linearise(
         lin.outputs, lin.jacobian, lin.kernel(), lin(jnp.array(1.1))
         ```
     """
+    check_takes("fn(y, args)", fn, 2)
     lin, aux = linearised(fn, y, args, has_aux, memory_budget, jac)
     return (lin, aux) if has_aux else lin
 
