@@ -8,6 +8,7 @@ and a tangent pass; vectors have min(m, p) entries, for m outputs and p paramete
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -194,20 +195,18 @@ def leading(
     )
 
 
-class Estimate(eqx.Module):
-    """An estimate from random vectors.
+class Estimate(NamedTuple):
+    """A quantity that is known to within an error: a mean over random vectors, or a
+    function of fitted parameters.
 
     **Attributes:**
 
-    - `value`: the mean over random vectors.
-    - `standard_error`: the standard error of that mean, from the differences among them.
+    - `value`: the quantity.
+    - `standard_error`: its standard error, in the same structure.
     """
 
-    value: Scalar
-    standard_error: Scalar
-
-    def __repr__(self) -> str:
-        return _tree.in_words(self)
+    value: PyTree
+    standard_error: PyTree
 
 
 @eqx.filter_jit

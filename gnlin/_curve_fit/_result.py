@@ -24,7 +24,7 @@ from .._linearisation._linearisation import linearise
 from .._training._solution import History
 from ..losses import TobitNLL
 from ..losses._robust import AbstractRobust
-from ..predict._covariance import Estimate
+from ..spectra import Estimate
 from ._arrays import as_x
 from ._curve import Curve, Data, flat, unflattened
 from ._ending import are_determined, complaint, reason

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -45,6 +45,7 @@ from .._training._solution import model_and_spec, Solution
 from ..filters import Tikhonov
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
+from ..spectra import Estimate
 
 
 # The model counts as at the minimum within this many standard deviations, measured by the
@@ -56,13 +57,6 @@ _MANY = 2000
 # A function is undetermined if its variance falls by more than the first factor when the
 # damping, a multiple of the rounding of the curvature, rises by the second.
 _FALLS, _RISES, _ROUNDINGS = 1.1, 4.0, 100.0
-
-
-class Estimate(NamedTuple):
-    """A function of the parameters, and its standard error in the same structure."""
-
-    value: PyTree
-    standard_error: PyTree
 
 
 def covariance(
