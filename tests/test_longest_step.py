@@ -54,6 +54,7 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
             undamped = good and predicted >= (1 - 1e-6) * attainable
             saturated = bool(good and found and length * (1 - 1e-6) <= found[2])
             undamped |= saturated
+            longest_yet = good and 1.5 * length >= longest
             if good:
                 free = saturated or predicted >= (1 - 1e-6) * attainable
                 high, found = damping, (y + step, None if free else kept, length)
@@ -61,10 +62,12 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
                 low = damping
             if found and (number >= most or high <= 1.5 * low or undamped):
                 break
+            if longest_yet:
+                break
             if low > 0 and found:
                 damping = np.sqrt(low * high)
             else:
-                damping *= 1 / move if good else move
+                damping *= 1 / move if good else max(move, 1.5**0.5 * length / longest)
             move = move**2 if number > 1 else move
         y, kept, last = found
         dampings.append(high)
@@ -80,6 +83,7 @@ CASES = {
     "near": (1, 0),
     "wide": (2, 1, (4, 9)),
     "very far": (10, 2),
+    "as long as it may be": (1, 3, (6, 2)),
 }
 
 

