@@ -180,8 +180,8 @@ class LongestStep(AbstractFromFirst):
             spent |= good & (trial.in_roundings * state.move <= 1)
         found = jnp.isfinite(high) & spent
         between = (low > 0) & jnp.isfinite(high)
-        # At large dampings the length is proportional to 1 / damping. Such a step is nearly
-        # the longest, and ends the search: on NIST's fits it takes a fifth fewer trials.
+        # At large dampings the length is proportional to 1 / damping. The step is then
+        # nearly the longest, and ends the search: NIST's fits take a fifth fewer trials.
         shorter = jnp.fmin(excess * _RESOLUTION**0.5, _LARGEST_MOVE)
         shorter = jnp.fmax(state.move, shorter)
         move = jnp.where(good, 1 / state.move, shorter)
