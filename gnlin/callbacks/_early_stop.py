@@ -1,5 +1,6 @@
 """The end of a run whose figures on other data stop improving."""
 
+import warnings
 from typing import Literal
 
 import numpy as np
@@ -110,6 +111,14 @@ class EarlyStop(Callback):
             run.stop(why, failed=not finite)
 
     def on_end(self, run: Run) -> None:
+        values = run.history[self.monitor]
+        unmeasured = self.events == "measurements" and np.all(np.isnan(values))
+        if unmeasured and len(values) > 0:
+            warnings.warn(
+                f"`EarlyStop` had nothing to judge: {self.monitor!r} is NaN in all "
+                f"{len(values)} rows of the history.",
+                stacklevel=2,
+            )
         if self.best_arrays is not None and np.isfinite(self.best):
             run.set_arrays(self.best_arrays)
 
