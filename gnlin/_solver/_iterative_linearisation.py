@@ -355,7 +355,7 @@ def as_solver(solver: Any) -> AbstractGaussNewton:
     given = (
         f"a {type(solver).__name__} was given; with other least-squares solvers use "
         "`optimistix.least_squares`"
-        if named is None
+        if named in (None, "<lambda>")
         else f"`{named}` was given without its arguments: call it"
     )
     raise ValueError(
