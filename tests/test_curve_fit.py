@@ -20,6 +20,7 @@ from problems import decay, decay_numpy as plain, num_compiled
 import gnlin
 from benchmarks.data import nist
 from gnlin._common import _quickly
+from gnlin._curve_fit._curve import Curve
 from gnlin._linear_algebra._covariance import covariance
 
 
@@ -51,7 +52,6 @@ def covariance_of(size):
         (None, False),
         pytest.param(0.1, True, marks=pytest.mark.slow),
         (SIGMA, False),
-        (SIGMA, True),
         (covariance_of(50), True),
     ],
 )
@@ -75,6 +75,9 @@ def test_values_and_covariance_are_scipys(sigma, absolute_sigma):
     )
     np.testing.assert_allclose(fit.chi_squared, whitened @ whitened, rtol=1e-8)
     assert fit.degrees_of_freedom == 47
+    if absolute_sigma:
+        criteria = whitened @ whitened + 3 * np.array([2, np.log(50)])
+        np.testing.assert_allclose([fit.aic, fit.bic], criteria, rtol=1e-8)
 
 
 @pytest.mark.slow
@@ -112,16 +115,25 @@ def test_a_parameter_at_a_bound_and_a_fixed_one():
     # The parameter at its bound has no covariance with others.
     expected = [[float(fit.standard_errors["a"]) ** 2, 0], [0, 0]]
     np.testing.assert_allclose(fit.covariance_matrix, expected, rtol=1e-8, atol=0)
+    found = fit.derived(lambda p: p["a"] * jnp.exp(p["c"]) + p["c"])
+    np.testing.assert_allclose(found, [a, error], rtol=1e-8)
 
 
 def test_a_parameter_at_a_bound_beside_undetermined_ones():
     """The direction of the others is by a factorisation without the parameter."""
     jacobian = np.random.default_rng(0).normal(size=(20, 5))
     jacobian[:, 4] = -2 * jacobian[:, 1]
-    seen, number = jnp.ones(5, bool), jnp.array(20.0)
+
+    @jax.jit
+    def run(free):
+        found = covariance(
+            jnp.asarray(jacobian), free, jnp.ones(5, bool), jnp.array(20.0)
+        )
+        return found, found.matrix(jnp.ones(()))
+
     for held in ([2], [1], [0, 1]):
         free = ~np.isin(np.arange(5), held)
-        found = covariance(jnp.asarray(jacobian), jnp.asarray(free), seen, number)
+        found, matrix = run(free)
         np.testing.assert_array_equal(found.factor[np.array(held)], 0)
         determined = np.isin(np.arange(5), [1, 4], invert=True) | (1 in held)
         assert found.determined.tolist() == determined.tolist()
@@ -132,13 +144,11 @@ def test_a_parameter_at_a_bound_beside_undetermined_ones():
         exact = np.linalg.pinv(jacobian[:, free].T @ jacobian[:, free])
         of_free = np.isin(np.flatnonzero(free), which)
         np.testing.assert_allclose(
-            found.matrix(jnp.ones(()))[np.ix_(which, which)],
+            matrix[np.ix_(which, which)],
             exact[np.ix_(of_free, of_free)],
             rtol=1e-10,
         )
-    direction = covariance(
-        jnp.asarray(jacobian), jnp.asarray(np.arange(5) != 2), seen, number
-    ).directions
+    direction = np.asarray(run(np.arange(5) != 2)[0].directions)
     (row,) = direction[np.linalg.norm(direction, axis=1) > 0]
     np.testing.assert_allclose(row / row[1], [0, 1, 0, 0, 0.5], atol=1e-12)
 
@@ -151,9 +161,8 @@ def test_a_bound_that_is_not_reached_changes_nothing():
     np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-4)
 
 
-@pytest.mark.parametrize("fixed", [(), ("c",)])
-def test_derived_quantities_have_the_derivatives_error(fixed):
-    fit = gnlin.curve_fit(decay, X, Y, START, fixed=fixed)
+def test_derived_quantities_have_the_derivatives_error():
+    fit = gnlin.curve_fit(decay, X, Y, START)
 
     def fn(p):
         return {
@@ -163,9 +172,7 @@ def test_derived_quantities_have_the_derivatives_error(fixed):
 
     value, error = fit.derived(fn)
     a, c, rate = values(fit.parameters)
-    covariance = np.zeros((3, 3))  # of a, c and rate
-    free = [k for k, name in enumerate(("a", "c", "rate")) if name not in fixed]
-    covariance[np.ix_(free, free)] = fit.covariance_matrix
+    covariance = np.asarray(fit.covariance_matrix)
     expected = np.log(2) / rate**2 * covariance[2, 2] ** 0.5
     np.testing.assert_allclose(error["half life"], expected, rtol=1e-9)
     np.testing.assert_allclose(value["ends"], [a + c] * 2)
@@ -173,14 +180,22 @@ def test_derived_quantities_have_the_derivatives_error(fixed):
     np.testing.assert_allclose(error["ends"], [(slope @ covariance @ slope) ** 0.5] * 2)
 
 
-def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
+@functools.cache
+def fit_of_a_product(dtype=np.float64):
+    x = np.arange(5, dtype=dtype)
+    y = np.array([1, 3.1, 4.9, 7, 9.1], dtype)
+    start = {"a": dtype(1), "b": dtype(2), "c": dtype(0)}
     with pytest.warns(UserWarning, match="do not determine"):
-        fit = gnlin.curve_fit(
-            lambda p, x: p["a"] * p["b"] * x, X, 2 * X, {"a": 1, "b": 3}
-        )
+        fit = gnlin.curve_fit(lambda p, x: p["a"] * p["b"] * x + p["c"], x, y, start)
+    slope, cut = np.polyfit(x, y, 1)
+    return fit, x, slope * x + cut, np.sum((y - slope * x - cut) ** 2) / 3
+
+
+def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
+    fit, *_, variance = fit_of_a_product()
     _, error = fit.derived(lambda p: {"product": p["a"] * p["b"], "a": p["a"]})
     assert np.isinf(error["a"])
-    assert error["product"] < 1e-6
+    np.testing.assert_allclose(error["product"], np.sqrt(variance / 10), rtol=1e-6)
     with pytest.raises(ValueError, match="`fn` must be a function of the parameters"):
         fit.derived("a")
     _, of_both = fit.derived(lambda p: jax.lax.complex(p["a"] * p["b"], p["a"]))
@@ -194,21 +209,15 @@ def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_determined_quantity_beside_undetermined_parameters(dtype):
     with jax.enable_x64(dtype == np.float64):
-        x = np.arange(5, dtype=dtype)
-        y = np.array([1, 3.1, 4.9, 7, 9.1], dtype)
-        start = {"a": dtype(1), "b": dtype(2), "c": dtype(0)}
-        with pytest.warns(UserWarning, match="do not determine"):
-            fit = gnlin.curve_fit(lambda p, x: p["a"] * p["b"] * x + p["c"], x, y, start)
+        fit, x, of_line, variance = fit_of_a_product(dtype)
         _, error = fit.derived(lambda p: p)
         np.testing.assert_allclose(error["c"], fit.standard_errors["c"], rtol=1e-4)
         assert np.isinf(error["a"])
         assert np.isinf(error["b"])
         mean, low, high = fit.band(x)
         # A line by SciPy has the same band.
-        slope, cut = np.polyfit(x, y, 1)
-        np.testing.assert_allclose(mean, slope * x + cut, rtol=1e-4)
-        spread = np.sum((y - slope * x - cut) ** 2) / 3
-        of_x = spread * (1 / 5 + (x - 2.0) ** 2 / 10)
+        np.testing.assert_allclose(mean, of_line, rtol=1e-4)
+        of_x = variance * (1 / 5 + (x - 2.0) ** 2 / 10)
         width = scipy.stats.t.ppf(0.975, 3) * np.sqrt(of_x)
         np.testing.assert_allclose((high - low) / 2, width, rtol=1e-3)
 
@@ -226,15 +235,17 @@ def test_a_band_is_finite_at_the_data_of_a_curve_of_low_rank():
 
 def test_a_band_is_infinite_where_the_data_do_not_determine_the_curve():
     x = {"x": X, "other": np.zeros(50)}
-    y = 2 * X + NOISE
-    with pytest.warns(UserWarning, match="do not determine"):
-        fit = gnlin.curve_fit(
-            lambda p, x: p["a"] * x["x"] + p["b"] * x["other"], x, y, {"a": 1, "b": 3}
-        )
-    _, low, high = fit.band({"x": np.ones(2), "other": np.array([0.0, 1.0])})
-    slope = fit.standard_errors["a"] * scipy.stats.t.ppf(0.975, 49)
-    np.testing.assert_allclose((high - low)[0], 2 * slope, rtol=1e-8)
-    assert high[1] == -low[1] == np.inf
+    f = lambda p, x: (p["a"] + p["b"]) * x["x"] + p["b"] * x["other"]
+    with pytest.warns(UserWarning, match=r"moving a by -?1 and b by -?1 does not change"):
+        fit = gnlin.curve_fit(f, x, 2 * X + NOISE, {"a": 1, "b": 3})
+    assert np.all(np.isinf(values(fit.standard_errors)))
+    assert "not determined" in str(fit)
+    assert fit.degrees_of_freedom == 49
+    new = np.linspace(0, 1, 50)
+    _, low, high = fit.band({"x": np.ones(50), "other": new})
+    error = fit.scale / np.linalg.norm(X) * scipy.stats.t.ppf(0.975, 49)
+    np.testing.assert_allclose((high - low)[0], 2 * error, rtol=1e-8)
+    assert high[-1] == -low[-1] == np.inf
 
 
 def test_the_bands_are_the_derivatives_formula():
@@ -308,6 +319,7 @@ def test_outliers_have_no_influence():
     error = values(clean.standard_errors)
     distance = np.abs(values(robust.parameters) - values(clean.parameters))
     assert np.all(distance < 2 * error)
+    assert "Huber's sandwich" in str(robust)
     assert robust.outliers().tolist() == [3, 20, 40]
     assert "3 outliers, at points 3, 20, 40" in str(robust)
     # Another model has another scale, so its criteria would be in other units.
@@ -376,18 +388,20 @@ def test_information_criteria_are_likelihoods():
     x = np.linspace(-1, 1, 12)
     y = 1 + 0.2 * x + 0.1 * np.random.default_rng(6).normal(size=12)
     y[3] += 0.6
-    squared = lambda r: -(r**2) / 2
-    huber = lambda r: np.where(r < 1.5, squared(r), 1.5**2 / 2 - 1.5 * r)
-    for loss, log in ((gnlin.SquaredError(), squared), (gnlin.losses.Huber(1.5), huber)):
-        fit = gnlin.curve_fit(line, x, y, LINE, sigma=0.1, absolute_sigma=True, loss=loss)
-        a, b = values(fit.parameters)
-        deviance = -2 * np.sum(log(np.abs(y - a - b * x) / 0.1))
-        np.testing.assert_allclose(fit.aic, deviance + 4, rtol=1e-9)
-        np.testing.assert_allclose(fit.bic, deviance + 2 * np.log(12), rtol=1e-9)
+    options = {"absolute_sigma": True, "loss": gnlin.losses.Huber(1.5)}
+    fit = gnlin.curve_fit(line, x, y, LINE, sigma=0.1, **options)
+    a, b = values(fit.parameters)
+    r = np.abs(y - a - b * x) / 0.1
+    deviance = np.sum(np.where(r < 1.5, r**2, 3 * r - 1.5**2))
+    np.testing.assert_allclose(fit.aic, deviance + 4, rtol=1e-9)
+    np.testing.assert_allclose(fit.bic, deviance + 2 * np.log(12), rtol=1e-9)
     # The scatter of a robust fit comes from the residuals, so the interval is Student's.
     width = scipy.stats.t.ppf(0.975, 10) * fit.standard_errors["a"]
     band = fit.band(np.zeros(1))
     np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-9)
+    two = np.where(np.arange(12) < 2, 0.1, np.inf)
+    with pytest.warns(UserWarning, match="cannot be estimated: pass more points"):
+        gnlin.curve_fit(line, x, y, LINE, sigma=two, **options)
 
 
 def test_a_loss_that_ignores_all_points_at_the_start():
@@ -579,13 +593,21 @@ def check_fit_of(kept, fit):
     assert fit.degrees_of_freedom == int(kept.sum()) - 3
 
 
-def test_a_traced_missing_value_is_not_left_out():
-    fit = lambda y, **options: gnlin.curve_fit(decay, X, y, START, **options).parameters
-    y = np.where(X[3] == X, np.nan, Y)
-    omitted = jax.jit(lambda y: fit(y, nan_policy="omit"))(y)
-    np.testing.assert_allclose(values(omitted), values(fit(y, nan_policy="omit")))
-    result = jax.jit(lambda y: gnlin.curve_fit(decay, X, y, START).result._value)(y)
-    assert result == optx.RESULTS.nonfinite._value
+def test_inside_jit():
+    @jax.jit
+    def run(y):
+        fit = gnlin.curve_fit(decay, X, y, START)
+        return fit.parameters, fit.standard_errors, fit.result._value
+
+    fit = gnlin.curve_fit(decay, X, Y, START)
+    parameters, errors, _ = run(Y)
+    np.testing.assert_allclose(values(parameters), values(fit.parameters), rtol=1e-8)
+    np.testing.assert_allclose(values(errors), values(fit.standard_errors), rtol=1e-6)
+    # A missing value that is traced is not left out, unless it should be.
+    missing = np.where(X[3] == X, np.nan, Y)
+    assert run(missing)[2] == optx.RESULTS.nonfinite._value
+    fit = lambda y: gnlin.curve_fit(decay, X, y, START, nan_policy="omit").parameters
+    np.testing.assert_allclose(values(jax.jit(fit)(missing)), values(fit(missing)))
 
 
 def test_fixed_with_values():
@@ -681,16 +703,6 @@ def test_sigma_is_of_the_shape_of_y():
         gnlin.curve_fit(two_lines, x, y, LINE, sigma=sigma.T)
 
 
-def test_small_deviations_of_as_many_data_sets_as_points_are_no_covariance():
-    sigma = 1e-9 * np.array([[1, 0.1, 0.2], [0.5, 2, 0.3], [0.1, 0.1, 3]])
-    same = lambda p, x: p * jnp.ones_like(x)
-    fits = gnlin.curve_fit(
-        same, X[:3], 1e-8 * sigma, 0.0, sigma=sigma, absolute_sigma=True
-    )
-    expected = np.sum(sigma**-2.0, axis=1) ** -0.5
-    np.testing.assert_allclose(fits.standard_errors, expected, rtol=1e-9)
-
-
 def test_a_covariance_that_is_symmetric_to_single_precision():
     """A product of three factors is symmetric to their rounding only."""
     rng = np.random.default_rng(0)
@@ -699,9 +711,8 @@ def test_a_covariance_that_is_symmetric_to_single_precision():
     assert not np.array_equal(given, given.T)
     x, start = X.astype(np.float32), {k: np.float32(v) for k, v in START.items()}
     fit = gnlin.curve_fit(decay, x, Y.astype(np.float32), start, sigma=given)
-    exact = gnlin.curve_fit(decay, X, Y, START, sigma=given.astype(float))
-    found, expected = values(fit.parameters), values(exact.parameters)
-    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    exact, _ = of_scipy(sigma=given.astype(float))
+    np.testing.assert_allclose(values(fit.parameters), exact, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -883,6 +894,7 @@ def test_derivatives_by_values_that_f_closes_over():
 def test_the_history_has_a_row_a_step():
     fit = gnlin.curve_fit(decay, X, Y, START)
     assert len(fit.history["loss"]) == fit.num_steps
+    assert fit._setting.solver.damping is None  # as many trials as the solver likes
 
 
 def test_many_data_sets_at_once():
@@ -921,11 +933,11 @@ def test_many_starts_find_the_global_minimum():
 def test_starts_inside_a_compiled_function():
     bounds = {"a": (0.0, 9.0), "rate": (0.0, 5.0), "c": (-1.0, 2.0)}
 
-    def parameters(y, **options):
-        return gnlin.curve_fit(decay, X, y, START, bounds=bounds, **options).parameters
+    def parameters(y):
+        return gnlin.curve_fit(decay, X, y, START, bounds=bounds, starts=3).parameters
 
-    found = jax.jit(lambda y: parameters(y, starts=3))(Y)
-    np.testing.assert_allclose(values(found), values(parameters(Y)), rtol=1e-5)
+    found = jax.jit(parameters)(Y)
+    np.testing.assert_allclose(values(found), of_scipy()[0], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -954,18 +966,6 @@ def test_in_single_precision():
     parameters, covariance = of_scipy()
     np.testing.assert_allclose(values(fit.parameters), parameters, rtol=1e-4)
     np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-3)
-
-
-def test_inside_jit():
-    @jax.jit
-    def rate(y):
-        fit = gnlin.curve_fit(decay, jnp.asarray(X), y, START)
-        return fit.parameters["rate"], fit.standard_errors["rate"]
-
-    fit = gnlin.curve_fit(decay, X, Y, START)
-    value, error = rate(jnp.asarray(Y))
-    np.testing.assert_allclose(value, fit.parameters["rate"], rtol=1e-8)
-    np.testing.assert_allclose(error, fit.standard_errors["rate"], rtol=1e-6)
 
 
 def test_by_an_xla_that_lacks_the_options_to_compile_quickly(monkeypatch):
@@ -1218,16 +1218,6 @@ def test_an_undetermined_direction_has_no_derivative():
     np.testing.assert_allclose(a, b, rtol=1e-8)
 
 
-def test_undetermined_parameters_are_reported():
-    with pytest.warns(UserWarning, match=r"moving a by -?1 and b by -?1 does not change"):
-        fit = gnlin.curve_fit(
-            lambda p, x: (p["a"] + p["b"]) * x, X, Y, {"a": 1.0, "b": 2.0}
-        )
-    assert np.all(np.isinf(values(fit.standard_errors)))
-    assert "not determined" in str(fit)
-    assert fit.degrees_of_freedom == 49
-
-
 @pytest.mark.slow
 def test_a_parameter_with_an_effect_below_rounding_is_reported():
     """This holds for any start; the others' errors are as if it were fixed."""
@@ -1246,17 +1236,12 @@ def test_a_parameter_with_an_effect_below_rounding_is_reported():
 
 
 def test_a_plateau_is_reported():
-    x = np.arange(36.0, 73)
+    x = np.arange(36.0, 86)
     y = 371 + np.cos(x)
-    with pytest.warns(UserWarning, match="moving b by 1; or a by 1 does not change"):
-        fit = gnlin.curve_fit(
-            lambda p, x: p["a"] * jnp.exp(-p["b"] * x) + p["c"],
-            x,
-            y,
-            {"a": 1.0, "b": 5.0, "c": 300.0},
-        )
-    assert np.isinf([fit.standard_errors["a"], fit.standard_errors["b"]]).all()
-    expected = np.std(y, ddof=1) / np.sqrt(37)
+    with pytest.warns(UserWarning, match="moving rate by 1; or a by 1 does not change"):
+        fit = gnlin.curve_fit(decay, x, y, {"a": 1.0, "rate": 5.0, "c": 300.0})
+    assert np.isinf([fit.standard_errors["a"], fit.standard_errors["rate"]]).all()
+    expected = np.std(y, ddof=1) / np.sqrt(50)
     np.testing.assert_allclose(fit.standard_errors["c"], expected, rtol=1e-6)
 
 
@@ -1310,18 +1295,13 @@ def test_many_fits_whose_trials_are_expensive_take_few(bounds):
         return p["a"] * (1 - 0.1 * p["k"]) ** jnp.arange(30.0)
 
     f = integrated if bounds is None else exact
-    x = jnp.full(30, 0.1)
-    truth = [{"a": a, "k": k} for a, k in ((1.0, 0.5), (2.0, 3.0), (0.3, 1.0))]
-    ys = jnp.stack([integrated(p, x) for p in truth])
+    x = np.full(30, 0.1)
+    truth = ((1.0, 0.5), (2.0, 3.0), (0.3, 1.0))
+    ys = np.stack([a * (1 - 0.1 * k) ** np.arange(30.0) for a, k in truth])
     start = {"a": 1.0, "k": 6.0}
     fits = gnlin.curve_fit(f, x, ys, start, bounds=bounds)
     np.testing.assert_allclose(fits.parameters["k"], [0.5, 3, 1], rtol=1e-6)
-    few = gnlin.LevenbergMarquardt(damping=gnlin.damping.Nielsen())
-    same = gnlin.curve_fit(f, x, ys, start, few, bounds=bounds)
-    np.testing.assert_array_equal(fits.num_steps, same.num_steps)
-    other = gnlin.LevenbergMarquardt(damping=gnlin.damping.LongestStep())
-    longest = gnlin.curve_fit(f, x, ys, start, other, bounds=bounds)
-    assert not np.array_equal(fits.num_steps, longest.num_steps)
+    assert isinstance(fits._setting.solver.damping, gnlin.damping.Nielsen)
 
 
 def test_a_curve_that_is_not_finite_has_no_errors():
@@ -1358,30 +1338,24 @@ def test_as_many_points_as_parameters():
     with pytest.warns(UserWarning, match="no more points than parameters"):
         fit = gnlin.curve_fit(decay, X[[0, 20, 49]], Y[[0, 20, 49]], START)
     assert "error unknown" in str(fit)
-    few, options = (X[:2], Y[:2]), {"sigma": 0.1, "absolute_sigma": True}
-    with pytest.warns(UserWarning, match="cannot be estimated: pass more points"):
-        gnlin.curve_fit(line, *few, LINE, **options, loss=gnlin.losses.Huber(1.5))
 
 
 def test_a_run_that_has_not_converged_says_so():
     with pytest.warns(UserWarning, match="all 2 steps were made: raise `max_steps`"):
         gnlin.curve_fit(decay, X, Y, START, max_steps=2)
-    with pytest.warns(UserWarning, match="`f` is not finite at the start"):
-        gnlin.curve_fit(lambda p, x: jnp.log(p * x - 1), X, Y, 1.0)
-    with pytest.warns(UserWarning, match="the residuals' squares overflow"):
-        gnlin.curve_fit(lambda p, x: 1e200 * (p + x), X, Y, 1.0)
 
 
 @pytest.mark.parametrize(
     ("dtype", "size", "said"),
     [
-        (float, 1e-200, "double precision: take smaller units of y\\.$"),
-        (np.float32, 1e-25, "single precision: take smaller units of y, or use double"),
+        (float, 1e-200, "underflow in double precision: take smaller units of y\\.$"),
+        (float, 1e200, "overflow"),
+        (np.float32, 1e-25, "underflow in single precision: .* of y, or use double"),
     ],
 )
-def test_squares_that_underflow(dtype, size, said):
+def test_squares_that_underflow_or_overflow(dtype, size, said):
     x, y = X.astype(dtype), (size * (2 + NOISE)).astype(dtype)
-    with pytest.warns(UserWarning, match=f"the residuals' squares underflow in {said}"):
+    with pytest.warns(UserWarning, match=f"the residuals' squares {said}"):
         gnlin.curve_fit(lambda p, x: p + 0 * x, x, y, dtype(size))
 
 
@@ -1411,11 +1385,12 @@ def test_squares_that_underflow_during_the_run():
 )
 def test_squares_of_a_derivative_beyond_the_range(dtype, unit, said):
     """The run does not see that the rate has an effect, so it is not at the minimum."""
-    f = lambda p, x: p["a"] * jnp.exp(-(p["rate"] * dtype(unit)) * x)
+    f = lambda p, x: p["a"] * jnp.exp(-(p["rate"] * x["unit"]) * x["t"])
     start = {"a": dtype(1), "rate": dtype(0.5) / dtype(unit)}
+    x = {"t": X.astype(dtype), "unit": np.full(50, unit, dtype)}
     said = f"has not converged: the squares of the derivative of `f` by `rate` {said}"
     with pytest.warns(UserWarning, match=said):
-        fit = gnlin.curve_fit(f, X.astype(dtype), Y.astype(dtype), start)
+        fit = gnlin.curve_fit(f, x, Y.astype(dtype), start)
     assert "by `rate`" in fit.reason
 
 
@@ -1435,8 +1410,9 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
 
     y = Y + np.asarray(decay({"a": 0.5, "rate": 4.0, "c": 0.0}, X))
     start = {"fast": {"a": 1.0, "rate": 2.0}, "slow": {"a": 1.0, "rate": 0.5}, "c": 0.0}
+    start |= {"held": start["fast"]}
     bounds = {"slow": {"rate": (0.0, 0.9)}, "fast": {"a": (None, 5.0), "rate": (0, 9)}}
-    fit = gnlin.curve_fit(two, X, y, start, bounds=bounds, fixed=["fast.rate"])
+    fit = gnlin.curve_fit(two, X, y, start, bounds=bounds, fixed=["fast.rate", "held"])
     flat = scipy.optimize.least_squares(
         lambda p: plain(X, p[0], p[3], 2.0) + plain(X, p[1], 0.0, p[2]) - y,
         [1.0, 1.0, 0.5, 0.0],
@@ -1444,12 +1420,11 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
         **{"xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15},
     )
     assert fit.parameters["fast"]["rate"] == 2.0
+    assert fit.parameters["held"] == start["held"]
     assert fit.standard_errors["fast"]["rate"] == 0
     assert fit.names == ("c", "fast.a", "slow.a", "slow.rate")
     fast, slow = fit.parameters["fast"], fit.parameters["slow"]
     np.testing.assert_allclose([fast["a"], slow["rate"]], flat.x[[0, 2]], rtol=1e-5)
-    held = gnlin.curve_fit(two, X, y, start, bounds=bounds, fixed=["fast"])
-    assert held.parameters["fast"] == start["fast"]
 
 
 class Solved(eqx.Module):
@@ -1652,8 +1627,8 @@ def test_a_point_of_infinite_sigma_is_left_out():
     np.testing.assert_allclose(two.standard_errors["a"], fit.standard_errors["a"], 1e-6)
 
 
-@pytest.mark.parametrize("start", [{"a": 1, "b": 1}, {"a": 1.0, "b": jnp.array(0.5)}])
-def test_numbers_of_a_pair_are_trained(start):
+def test_numbers_of_a_pair_are_trained():
+    start = {"a": 1, "b": 0.5}
     f = lambda p, x: p["a"] * jnp.exp(-p["b"] * x)
     _, found = gnlin.solve((f, start), (X, Y - 0.5)).model
     expected, _ = scipy.optimize.curve_fit(
@@ -1697,12 +1672,7 @@ def test_no_error_of_a_start_for_each_data_set_hides_the_shapes():
 
 @pytest.mark.parametrize(
     ("num_train", "dtype"),
-    [
-        (5, jnp.float64),
-        (5, jnp.float32),
-        pytest.param(60, jnp.float64, marks=pytest.mark.slow),
-        pytest.param(60, jnp.float32, marks=pytest.mark.slow),
-    ],
+    [(5, jnp.float32), (60, jnp.float64)],
 )
 def test_the_variance_of_predictions(num_train, dtype):
     """Compare on both sides with the formula in dense Jacobians."""
@@ -1765,10 +1735,8 @@ def test_a_square_sigma_of_as_many_data_sets_as_points():
         each = [scipy.optimize.curve_fit(f, x, y, [1, 1], sigma=s)[0] for y, s in pairs]
         return np.stack(each)
 
-    with pytest.warns(UserWarning, match="standard deviation of each point"):
-        deviations = fitted(covariance)
-    np.testing.assert_allclose(deviations, of_scipy(covariance), rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(fitted)(covariance), deviations, rtol=1e-9)
+    found = jax.jit(fitted)(covariance)
+    np.testing.assert_allclose(found, of_scipy(covariance), rtol=1e-5)
     shared = fitted(covariance[None])
     np.testing.assert_allclose(shared, of_scipy([covariance] * n), rtol=1e-5)
 
@@ -1779,10 +1747,11 @@ def test_a_square_sigma_of_as_many_data_sets_as_points():
         np.array([[2, 1, 1], [1, 2, 1], [1, 1, 2]]),
         np.array([[1, 2, 3], [1, 2, 3], [1, 2, 4]]),
         np.array([[1, 1, np.inf], [1, 1, 1], [np.inf, 1, 1]]),
+        1e-9 * np.array([[1, 0.1, 0.2], [0.5, 2, 0.3], [0.1, 0.1, 3]]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`sigma` of the shape")
-def test_a_square_sigma_of_whole_or_infinite_numbers(sigma):
+def test_a_square_sigma_of_whole_or_infinite_or_small_numbers(sigma):
     x = np.arange(3.0)
     ys = 1 + x + np.array([[0.1, 0, -0.1], [0, 0.2, 0], [0.1, 0.1, 0]])
     fit = gnlin.curve_fit(lambda p, x: p[0] + p[1] * x, x, ys, np.ones(2), sigma=sigma)
@@ -1812,10 +1781,11 @@ def test_large_whole_numbers_in_single_precision():
 def test_data_that_single_precision_rounds_away():
     x = 2460000.5 + np.linspace(0, 0.5, 40)
     y = 1 + x - x[0]
+    of_first = lambda p, x: line(p, x - x[0])
     with jax.enable_x64(False):
         with pytest.warns(UserWarning, match="single precision rounds `x` by 0.12"):
-            gnlin.curve_fit(lambda p, x: p["a"] + p["b"] * (x - x[0]), x, y, LINE)
-        gnlin.curve_fit(line, x - x[0], y, LINE)
+            gnlin.curve_fit(of_first, x, y, LINE)
+        gnlin.curve_fit(of_first, x - x[0], y, LINE)
         large = np.arange(2, 42, dtype=np.uint64) * 1_000_003
         scaled = lambda p, x: line(p, 1e-6 * x.astype(float))
         gnlin.curve_fit(scaled, large, y, LINE)
@@ -1823,8 +1793,7 @@ def test_data_that_single_precision_rounds_away():
             gnlin.curve_fit(line, x - x[0], np.full(40, np.nan), LINE)
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+@pytest.mark.parametrize(("kind", "in_parts"), [(np.uint8, False), (np.int64, True)])
 def test_whole_numbers_of_x_do_not_wrap(kind, in_parts):
     def curve(p, x):
         return p["a"] + p["b"] * ((x - 20) ** 12 / 1e15)
@@ -1848,13 +1817,12 @@ def test_a_cubic_over_thousands_of_channels_in_single_precision():
 
 
 @pytest.mark.parametrize(
-    "heights",
+    ("heights", "in_parts"),
     [
-        lambda p, of: p["heights"][of],
-        lambda p, of: jax.nn.one_hot(of, 2, dtype=float) @ p["heights"],
+        (lambda p, of: jax.nn.one_hot(of, 2, dtype=float) @ p["heights"], False),
+        (lambda p, of: p["heights"][of], True),
     ],
 )
-@pytest.mark.parametrize("in_parts", [False, True])
 def test_indices_in_x_stay_whole_numbers(heights, in_parts):
     def curve(p, x):
         return heights(p, x["of"]) * jnp.exp(-p["rate"] * (x["t"] - 3))
@@ -1903,8 +1871,12 @@ def by_bin(p, x):
 )
 def test_a_function_that_needs_whole_numbers_gets_them(f, x):
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        expected = np.float32([1.5, 4])
-        y = f(jnp.asarray(expected), jnp.asarray(x))
+        expected, x = jnp.array([1.5, 4]), jnp.asarray(x)
+        y = f(expected, x)
+        curve = Curve(f).on(expected, None, x)
+        np.testing.assert_allclose(curve.values(expected, None, x), y)
+        if f is not by_hash:
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the names differ by their rounding
             fit = gnlin.curve_fit(f, x, y, np.zeros(2, np.float32), sigma=0.1)
