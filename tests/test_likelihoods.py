@@ -221,8 +221,8 @@ def test_censored_values():
         curvature[i, j] = sum(ends) / (4 * h**2)
     np.testing.assert_allclose(fit.covariance_matrix, np.linalg.inv(curvature), rtol=1e-4)
     assert abs(fit.parameters["b"] - 0.5) < 3 * fit.standard_errors["b"]
-    naive = gnlin.curve_fit(line, X, CENSORED, START)
-    assert naive.parameters["b"] < fit.parameters["b"] - fit.standard_errors["b"]
+    naive, _ = np.polyfit(X, CENSORED, 1)
+    assert naive < fit.parameters["b"] - fit.standard_errors["b"]
 
 
 @pytest.mark.slow
@@ -297,7 +297,8 @@ def test_runs_of_one_sign():
     variance = 2 * n * m * (2 * n * m - 40) / (40**2 * 39)
     z = max(abs(runs - mean) - 0.5, 0) / np.sqrt(variance)
     assert fit.runs_test() == pytest.approx(2 * scipy.stats.norm.sf(z))
-    bent = gnlin.curve_fit(line, X, np.round(20 * (X - 0.5) ** 2), START)
+    bent = np.round(20 * (X - 0.5) ** 2)
+    bent = gnlin.curve_fit(line, X, bent, START, loss=gnlin.losses.PoissonNLL())
     assert bent.runs_test() < 1e-4
     with pytest.raises(ValueError, match="`runs_test` needs the distribution of y"):
         fit_of("own").runs_test()
@@ -307,8 +308,8 @@ def test_runs_of_one_sign():
 def test_runs_of_successes_of_a_steep_curve():
     """The signs of Pearson's residuals are those of `2 y - 1`, which have few runs."""
     y = np.random.default_rng(4).binomial(1, scipy.special.expit(6 * X))
-    loss = gnlin.losses.BinomialNLL(1)
     assert runs_test(2 * y - 1) < 1e-3
+    loss = gnlin.losses.BinomialNLL(np.ones(40, int))
     assert gnlin.curve_fit(line, X, y, START, loss=loss).runs_test() > 0.05
 
 
@@ -384,8 +385,6 @@ def test_the_report_and_the_picture():
     expected = scipy.special.expit(line(fit_of("binomial").parameters, 2.0))
     assert curve.get_ydata()[-1] == pytest.approx(float(expected))
     matplotlib.pyplot.close("all")
-    robust = gnlin.curve_fit(line, X, NORMAL, START, loss=gnlin.losses.Huber(1.345))
-    assert "Huber's sandwich" in str(robust)
 
 
 @pytest.mark.parametrize(
@@ -535,15 +534,20 @@ def test_the_loss_of_a_limit(dtype):
     wide = z.astype(float)
     hazard = np.sqrt(2 / np.pi) / scipy.special.erfcx(-wide / np.sqrt(2))
     rtol = 1e-9 if dtype == np.float64 else 1e-4
-    value = loss.elementwise(jnp.asarray(z), zero)
+
+    @jax.jit
+    def run(z):
+        upper, lower = (gnlin.losses.TobitNLL(side).elementwise for side in (1, -1))
+        slope, root = loss.derivative(z, zero), loss.root(z, zero)
+        return upper(z, zero), lower(-z, zero), slope, root
+
+    value, below, slope, found = map(np.asarray, run(z))
     np.testing.assert_allclose(value, -scipy.stats.norm.logcdf(wide), rtol, 1e-15)
-    np.testing.assert_allclose(loss.derivative(jnp.asarray(z), zero), -hazard, rtol=rtol)
+    np.testing.assert_allclose(slope, -hazard, rtol=rtol)
     with np.errstate(all="ignore"):
         far = 1 - 1 / wide**2 + 6 / wide**4 - 50 / wide**6
     curvature = np.where(wide < -29, far, hazard * (hazard + wide))
-    found = loss.root(jnp.asarray(z), zero) ** 2
-    np.testing.assert_allclose(found, curvature, rtol=max(rtol, 1e-6))
-    below = gnlin.losses.TobitNLL(-1).elementwise(jnp.asarray(-z), zero)
+    np.testing.assert_allclose(found**2, curvature, rtol=max(rtol, 1e-6))
     np.testing.assert_array_equal(below, value)
 
 
@@ -586,14 +590,12 @@ def test_a_rate_in_place_of_its_logarithm():
 
 
 def test_separated_successes():
-    x = np.linspace(-1, 1, 20)
-    line = lambda p, x: p["a"] + p["b"] * x
-    start, loss = {"a": 0.0, "b": 0.0}, gnlin.losses.BinomialNLL(1)
+    y, loss = (X > 0.1) * 1, gnlin.losses.BinomialNLL(np.ones(40, int))
     with pytest.warns(UserWarning, match="the curve separates successes from failures"):
-        gnlin.curve_fit(line, x, (x > 0.1) * 1, start, loss=loss)
-    both = np.stack([(x > 0.1) * 1, np.arange(20) % 2])
+        gnlin.curve_fit(line, X, y, START, loss=loss)
+    both = np.stack([y, np.arange(40) % 2])
     with pytest.warns(UserWarning, match="1 of 2 data sets have successes that the"):
-        gnlin.curve_fit(line, x, both, start, loss=loss)
+        gnlin.curve_fit(line, X, both, START, loss=loss)
 
 
 def test_a_group_of_zeros():
@@ -647,8 +649,9 @@ def test_a_rate_of_zero_is_a_maximum():
 
 
 def test_shares_that_are_met_exactly_are_not_separated():
-    x, y = np.array([0.0, 1.0]), np.array([3.0, 7.0])
-    fit = gnlin.curve_fit(line, x, y, START, loss=gnlin.losses.BinomialNLL(10))
+    x, y = np.tile([0.0, 1.0], 20), np.tile([3, 7], 20)
+    loss = gnlin.losses.BinomialNLL(np.full(40, 10))
+    fit = gnlin.curve_fit(line, x, y, START, loss=loss)
     shares = scipy.special.expit(line(fit.parameters, x))
     np.testing.assert_allclose(shares, y / 10, rtol=1e-12)
 
@@ -736,27 +739,42 @@ def straight(p, x):
 def test_derivatives_of_the_errors_of_ones_own_likelihood():
     x = np.linspace(0, 1, 12)
     y = np.random.default_rng(0).poisson(np.exp(1 + x)).astype(float)
+    rows = np.stack([np.ones(12), x], 1)
 
-    def error(y, loss):
-        fit = gnlin.curve_fit(straight, x, y, jnp.array([1.0, 1.0]), loss=loss)
-        return fit.standard_errors[1]
+    @jax.jit
+    @jax.grad
+    def slope(y):
+        start, loss = jnp.array([1.0, 1.0]), OwnPoisson()
+        return gnlin.curve_fit(straight, x, y, start, loss=loss).standard_errors[1]
 
-    own = jax.grad(error)(y, OwnPoisson())
-    np.testing.assert_allclose(own, jax.grad(error)(y, gnlin.losses.PoissonNLL()), 1e-6)
+    def error(y):
+        p = np.array([1.0, 1.0])
+        for _ in range(20):
+            rates = np.exp(rows @ p)
+            information = rows.T @ (rates[:, None] * rows)
+            p = p + np.linalg.solve(information, rows.T @ (y - rates))
+        return np.sqrt(np.linalg.inv(information)[1, 1])
+
+    h = 1e-4 * np.eye(12)
+    expected = [(error(y + e) - error(y - e)) / 2e-4 for e in h]
+    np.testing.assert_allclose(slope(y), expected, rtol=1e-6, atol=1e-8)
 
 
 def test_derivatives_of_the_errors_of_a_loss_that_is_not_convex():
     x = np.linspace(0, 1, 12)
     y = 1 + x + 0.2 * np.sin(40 * x)
     y[3] += 4.0
-    start = jnp.array([1.0, 1.0])
-    error = lambda y: gnlin.curve_fit(
-        straight, x, y, start, loss=OwnCauchy()
-    ).standard_errors[1]
-    slope, step = jax.grad(error)(y), 1e-4
+
+    @jax.jit
+    @jax.value_and_grad
+    def error(y):
+        start, loss = jnp.array([1.0, 1.0]), OwnCauchy()
+        return gnlin.curve_fit(straight, x, y, start, loss=loss).standard_errors[1]
+
+    slope, step = error(y)[1], 1e-4
     for k in (0, 3, 7):
         change = step * np.eye(12)[k]
-        expected = (error(y + change) - error(y - change)) / (2 * step)
+        expected = (error(y + change)[0] - error(y - change)[0]) / (2 * step)
         np.testing.assert_allclose(slope[k], expected, rtol=1e-4, atol=1e-9)
 
 
@@ -855,6 +873,10 @@ def test_the_derivative_by_a_count_of_zero():
         (gnlin.losses.NegativeBinomialNLL(0.5), of_odds),
     )
     for loss, exact in expected:
-        whole = lambda y, of=loss: of.elementwise(jnp.full(4, f), y) - of.saturated(y)
-        _, slope = jax.jvp(whole, (jnp.asarray(y),), (jnp.ones(4),))
-        np.testing.assert_allclose(slope, exact, rtol=1e-10)
+
+        @jax.jit
+        @jax.grad
+        def slope(y, of=loss):
+            return jnp.sum(of.elementwise(jnp.full(4, f), y) - of.saturated(y))
+
+        np.testing.assert_allclose(slope(y), exact, rtol=1e-10)
