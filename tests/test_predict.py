@@ -197,8 +197,8 @@ def test_cross_entropy_by_flow():
     along = literal(model, data, small, [200, 2000], gradient, 0.01)
     times = [10 * learning_rate, 100 * learning_rate]
     np.testing.assert_allclose(flow(TEST, times=times), along, atol=2e-2)
-    losses = flow.loss([0, 1, 10, math.inf])
-    assert np.all(np.diff(losses[:2]) < 0)
+    losses = flow.loss([0, 1, math.inf])
+    assert losses[1] < losses[0]
     outputs, rows = dense(model, inputs)
     # At the end, the slope along each parameter is that of the damping
     end = flow()
@@ -573,16 +573,17 @@ def test_the_evidence_of_counts_has_all_constants():
     inputs, counts = jnp.array([1.0, 0.5, 0.8]), np.array([3, 12, 20])
     weights, prior = np.array([1.0, 2.0, 1.0]), 0.7
     data = inputs, jnp.asarray(counts), jnp.asarray(weights)
-    model = lambda w, x: 2 + w * x, jnp.array(0.0)
-    solution = gnlin.solve(model, data, loss=loss, prior=prior)
-    found = gnlin.predict.posterior(solution, data, loss=loss).log_evidence()
 
     def joint(w):
         shares = expit(2 + w * np.asarray(inputs))
         likelihood = weights @ stats.binom(30, shares).logpmf(counts)
-        return np.exp(likelihood + stats.norm(0, prior).logpdf(w))
+        return likelihood + stats.norm(0, prior).logpdf(w)
 
-    exact = np.log(integrate.quad(joint, -5, 5)[0])
+    best = optimize.minimize_scalar(lambda w: -joint(w)).x
+    model = lambda w, x: 2 + w * x, jnp.asarray(best)
+    posterior = gnlin.predict.posterior(model, data, loss=loss, prior=prior)
+    found = jax.jit(posterior.log_evidence)()
+    exact = np.log(integrate.quad(lambda w: np.exp(joint(w)), -5, 5)[0])
     assert float(found) == pytest.approx(exact, abs=0.01)  # Laplace's approximation
 
 
