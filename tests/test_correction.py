@@ -212,18 +212,3 @@ def test_a_converged_solution_has_a_tiny_correction():
         warnings.simplefilter("ignore", UserWarning)
         change = gnlin.predict.correction(net, groups(50))(X)
     assert np.max(np.abs(change)) < 1e-9
-
-
-def test_a_network_that_jumps_between_its_points():
-    def layer(u, x):
-        return -0.005 * jax.grad(jax.grad(u))(x) + jax.grad(u)(x) - 1
-
-    def at(number):
-        points, ends = jnp.linspace(0.0, 1.0, number), jnp.array([0.0, 1.0])
-        ends = gnlin.Residuals(lambda u, x: u(x), ends)
-        return {"layer": gnlin.Residuals(layer, points, weight=1 / number), "ends": ends}
-
-    solution = gnlin.solve(network(16), at(12), max_steps=60)
-    assert solution.loss < 1e-12
-    with pytest.warns(UserWarning, match="the network jumps between them"):
-        gnlin.predict.correction(solution, at(24))

@@ -834,8 +834,9 @@ def test_many_data_sets_of_which_some_determine_nothing():
     ],
 )
 def test_lists_of_numbers(f, x):
+    start = {name: np.float32(value) for name, value in LINE.items()}
     with jax.numpy_dtype_promotion("standard"):
-        fit = gnlin.curve_fit(f, x, [1, 2, 3, 4.1], LINE)
+        fit = gnlin.curve_fit(f, x, [1, 2, 3, 4.1], start)
     np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03], rtol=1e-6)
 
 

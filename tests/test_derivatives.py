@@ -102,9 +102,10 @@ def test_the_step_of_a_filter_where_singular_values_are_equal(
 @pytest.mark.parametrize(
     ("first", "second", "shape", "dtype"),
     [
-        (first, second, SHAPES[i + j], DTYPES[(i + j) % 2])
+        (first, second, SHAPES[1 + i], DTYPES[j])
         for i, first in enumerate(MODES)
         for j, second in enumerate(MODES)
+        if i != j
     ],
 )
 def test_second_derivatives_where_singular_values_are_equal(first, second, shape, dtype):
