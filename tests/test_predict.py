@@ -516,12 +516,11 @@ def test_examples_that_contradict_each_other():
     model, (inputs, targets) = case("wide")
     both = jnp.concatenate([inputs] * 2), jnp.concatenate([targets, targets + 0.1])
     between = inputs, targets + 0.05
-    for times in (1e6, 1e9, math.inf):
-        found, expected = (
-            gnlin.predict.gradient_flow(model, data)(TEST, times=times)
-            for data in (both, between)
-        )
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    found, expected = (
+        gnlin.predict.gradient_flow(model, data)(TEST, times=[1e6, 1e9, math.inf])
+        for data in (both, between)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-6)
     found, expected = (
         gnlin.predict.posterior(model, data, noise=noise)(TEST)
         for data, noise in ((both, 1e-6), (between, 1e-6 / 2**0.5))
@@ -582,7 +581,7 @@ def test_the_evidence_of_counts_has_all_constants():
     best = optimize.minimize_scalar(lambda w: -joint(w)).x
     model = lambda w, x: 2 + w * x, jnp.asarray(best)
     posterior = gnlin.predict.posterior(model, data, loss=loss, prior=prior)
-    found = jax.jit(posterior.log_evidence)()
+    found = jax.jit(lambda: posterior.log_evidence())()
     exact = np.log(integrate.quad(lambda w: np.exp(joint(w)), -5, 5)[0])
     assert float(found) == pytest.approx(exact, abs=0.01)  # Laplace's approximation
 
