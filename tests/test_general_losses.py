@@ -20,7 +20,6 @@ import pytest
 import scipy.linalg
 import scipy.optimize
 from problems import each_once, updated
-from scipy.special import expit
 
 import gnlin
 from gnlin._linearisation._objective import BatchLoss
@@ -68,15 +67,11 @@ SATURATED = Problem(gnlin.SoftmaxCrossEntropy(), LABELS, 80.0)
 HUBER = Problem(gnlin.losses.Huber(), OUTLIERS)
 POISSON = Problem(gnlin.losses.PoissonNLL(), _generator.poisson(2, (7, 4)).astype(float))
 LOG_COSH = Problem(gnlin.losses.LogCosh(0.5), REAL)
+SMOOTHED = Problem(gnlin.SoftmaxCrossEntropy(0.1), LABELS)
 PROBLEMS = {
     "softmax": SOFTMAX,
-    "softmax, probabilities": Problem(
-        gnlin.SoftmaxCrossEntropy(0.1), _generator.dirichlet(np.ones(4), 7)
-    ),
     "softmax, saturated": SATURATED,
-    "sigmoid": Problem(gnlin.SigmoidCrossEntropy(), _generator.uniform(size=(7, 4))),
     "huber, outliers": HUBER,
-    "pseudo-huber": Problem(gnlin.losses.PseudoHuber(0.5), REAL),
     "poisson": POISSON,
     "a user's function of each output": Problem(Quartic(), REAL),
 }
@@ -200,7 +195,14 @@ def assert_close(actual, expected, rtol):
 #
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax, saturated",
+        "huber, outliers",
+        "a user's function of each output",
+    ],
+)
 def test_the_whitened_linearisation(name):
     """The loss is a weighted mean."""
     problem, oracle = PROBLEMS[name], dense(name)
@@ -262,13 +264,9 @@ FILTERS = {
         lambda unit: Tikhonov(0.05 * unit),
         lambda o, unit: o.damped_step(0.05 * unit),
     ),
-    "nesterov": (
-        lambda unit: Nesterov(40, 0.3 / unit, 0.8),
-        lambda o, unit: literal_quadratic(o, 40, 0.3 / unit, 0.8, True),
-    ),
-    "damped heavy ball": (
-        lambda unit: Damped(HeavyBall(40, 0.3 / unit, 0.8), 0.1 * unit),
-        lambda o, unit: literal_quadratic(o, 40, 0.3 / unit, 0.8, False, 0.1 * unit),
+    "damped nesterov": (
+        lambda unit: Damped(Nesterov(40, 0.3 / unit, 0.8), 0.1 * unit),
+        lambda o, unit: literal_quadratic(o, 40, 0.3 / unit, 0.8, True, 0.1 * unit),
     ),
     "flow": (
         lambda unit: GradientFlow(9 / unit),
@@ -277,10 +275,10 @@ FILTERS = {
 }
 BY_METHOD = {
     "svd": list(FILTERS),
-    "eigh": list(FILTERS),
+    "eigh": ["flow"],
     "kernel": ["damped"],
     "curvature": ["damped"],
-    "matrix-free": ["damped", "nesterov", "damped heavy ball"],
+    "matrix-free": ["damped", "damped nesterov"],
 }
 
 
@@ -314,7 +312,7 @@ def test_every_filter_by_every_method():
 def test_gauss_newton_is_the_pseudo_inverse():
     """A softmax's singular Hessian, with more parameters than outputs."""
     solver = gnlin.GaussNewton(method="matrix-free", search=None)
-    step, _ = solve(SOFTMAX, solver, compiled=True)
+    step, _ = solve(SOFTMAX, solver)
     assert_close(step, pseudo_inverse_step(dense("softmax")), 1e-6)
 
 
@@ -345,10 +343,6 @@ SOLVERS = {
         ),
     ),
     # The kernel fits into the budget, but the Jacobian does not.
-    "kernel in chunks": (
-        gnlin.DampedGaussNewton(0.3, method="kernel", memory_budget=8000, search=None),
-        lambda o: o.damped_step(0.3),
-    ),
     "spectrum in chunks": (
         gnlin.methods.FilteredGaussNewton(
             GradientFlow(3.0), method="eigh", memory_budget=8000, search=None
@@ -381,24 +375,18 @@ class Split(Net):
 
 
 @pytest.mark.parametrize(
-    "solver",
-    [
-        gnlin.DampedGaussNewton(0.3, method="matrix-free", search=None),
-        pytest.param(
-            gnlin.DampedGaussNewton(
-                0.3, form="prox-linear", method="kernel", search=None
-            ),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["quadratic", "prox-linear"],
+    "form", ["quadratic", pytest.param("prox-linear", marks=pytest.mark.slow)]
 )
-def test_outputs_may_be_a_tree(solver):
+def test_outputs_may_be_a_tree(form):
     split = {"one": OUTLIERS[:, 0], "more": OUTLIERS[:, 1:]}
-    whole, _ = solve(HUBER, solver, compiled=True)
-    model = Split(jnp.asarray(start()))
+    model, oracle = Split(jnp.asarray(start())), dense("huber, outliers")
+    solver = gnlin.DampedGaussNewton(0.3, form=form, method="matrix-free", search=None)
     solution = gnlin.solve(model, (X, split), solver, loss=HUBER.loss, max_steps=1)
-    assert_close(solution.model.w - start(), whole, 1e-8)
+    step = np.asarray(solution.model.w) - start()
+    if form == "quadratic":
+        assert_close(step, oracle.damped_step(0.3), 1e-8)
+    else:
+        assert oracle.remaining(step, 0.3) <= 1e-9
 
 
 @pytest.mark.parametrize(
@@ -417,22 +405,13 @@ def test_outliers_without_damping(solver):
 
 
 def test_truncated_gauss_newton_stops_where_it_says():
-    problem, oracle = HUBER, dense("huber, outliers")
-
-    @jax.jit
-    @functools.partial(jax.vmap, in_axes=(0, None, None))
-    def run(tolerance, damping, w):
-        solver = gnlin.TruncatedGaussNewton(tolerance, damping=damping, search=None)
-        data = X, problem.targets
-        solution = gnlin.solve(Net(w), data, solver, loss=problem.loss, max_steps=1)
-        return solution.model.w, solution.history.num_inner_steps[0]
-
-    tolerances, damping = np.array([0.7, 0.3, 0.1, 1e-2, 1e-5]), 0.3
-    results = run(tolerances, jnp.asarray(damping), jnp.asarray(oracle.w))
-    for tolerance, w, num_steps in zip(tolerances, *results, strict=True):
-        expected, count = textbook(oracle, tolerance, damping)
-        assert count == int(num_steps)
-        assert_close(w - oracle.w, expected, 1e-7)
+    oracle = dense("huber, outliers")
+    for tolerance in (0.7, 0.1, 1e-5):
+        solver = gnlin.TruncatedGaussNewton(tolerance, damping=0.3, search=None)
+        step, solution = solve(HUBER, solver)
+        expected, count = textbook(oracle, tolerance, 0.3)
+        assert count == int(solution.history.num_inner_steps[0])
+        assert_close(step, expected, 1e-7)
 
 
 def textbook(oracle, tolerance, damping):
@@ -456,7 +435,7 @@ def textbook(oracle, tolerance, damping):
 #
 
 LM_PROBLEMS = {
-    "softmax": (SOFTMAX._replace(loss=gnlin.SoftmaxCrossEntropy(0.1)), {}),
+    "softmax": (SMOOTHED, {}),
     "poisson, prox-linear": (POISSON, {"form": "prox-linear"}),
 }
 
@@ -489,24 +468,15 @@ class FourSquares(gnlin.authoring.AbstractElementwiseLoss):
         return 2 * (output - target) ** 2
 
 
-@pytest.mark.parametrize(
-    "by_weights", [pytest.param(False, marks=pytest.mark.slow), True]
-)
-def test_accelerated_steps_do_not_depend_on_the_unit_of_the_loss(by_weights):
+def test_accelerated_steps_do_not_depend_on_the_unit_of_the_loss():
+    """Nor on whether squared error is gnlin's own class."""
     solver = gnlin.LevenbergMarquardt()
-    data = (X, REAL, np.full(7, 4.0)) if by_weights else (X, REAL)
-    loss = gnlin.SquaredError() if by_weights else FourSquares()
     plain, _ = solve(Problem(gnlin.SquaredError(), REAL), solver)
-    step, _ = solve(Problem(loss, REAL), solver, data=data)
-    assert_close(step, plain, 1e-8)
-
-
-def test_levenberg_marquardt_on_whole_counts_in_single_precision():
-    data = np.float32(X), POISSON.targets.astype(int)
-    solver = gnlin.LevenbergMarquardt()
-    step, _ = solve(POISSON, solver, data=data, w=np.float32(start()), compiled=True)
-    assert step.dtype == np.float32
-    assert np.any(step)
+    disguised, _ = solve(Problem(FourSquares(), REAL), solver)
+    assert_close(disguised, plain, 1e-7)
+    data = X, REAL, np.full(7, 4.0)
+    weighted, _ = solve(Problem(gnlin.SquaredError(), REAL), solver, data=data)
+    assert_close(weighted, plain, 1e-8)
 
 
 #
@@ -529,7 +499,7 @@ def minimised(oracle, damping):
     "name", ["softmax", pytest.param("huber, outliers", marks=pytest.mark.slow)]
 )
 def test_damped_prox_linear_matches_scipys_minimiser(name):
-    """This holds with m coefficients and with p parameters."""
+    """The steps are on p parameters; below they are on m coefficients."""
     problem, oracle = PROBLEMS[name], dense(name)
 
     @jax.jit
@@ -537,65 +507,50 @@ def test_damped_prox_linear_matches_scipys_minimiser(name):
         fn = gnlin.PerExample(lambda w, x: Net(w)(x))
         lin = gnlin.linearise(fn, w, jnp.asarray(X))
         objective = BatchLoss(problem.loss, jax.eval_shape(lambda: lin.outputs), targets)
-        answers = []
-        for method in ("kernel", "matrix-free"):
-            itself = problem_of("prox-linear", objective, lin)
-            subproblem = choose(itself, Tikhonov(damping), method=method)
-            answer = subproblem.solve(Tikhonov(damping))
-            answers.append((answer.step, answer.decrease, subproblem.gradient_norm))
-        return answers
+        itself = problem_of("prox-linear", objective, lin)
+        subproblem = choose(itself, Tikhonov(damping), method="matrix-free")
+        answer = subproblem.solve(Tikhonov(damping))
+        return answer.step, answer.decrease, subproblem.gradient_norm
 
     for damping in (0.1, 3.0):
-        expected = minimised(oracle, damping)
-        for step, decrease, norm in run(oracle.w, oracle.targets, damping):
-            np.testing.assert_allclose(norm, np.linalg.norm(oracle.gradient), rtol=1e-9)
-            # The problem is strongly convex, so this bounds the distance.
-            assert oracle.remaining(np.asarray(step), damping) <= 1e-9
-            assert_close(step, expected, 1e-4)
-            fall = oracle.value(oracle.outputs)
-            fall -= oracle.linearised_loss(np.asarray(step))[0]
-            np.testing.assert_allclose(decrease, fall, rtol=1e-9)
+        step, decrease, norm = run(oracle.w, oracle.targets, damping)
+        np.testing.assert_allclose(norm, np.linalg.norm(oracle.gradient), rtol=1e-9)
+        # The problem is strongly convex, so this bounds the distance.
+        assert oracle.remaining(np.asarray(step), damping) <= 1e-9
+        assert_close(step, minimised(oracle, damping), 1e-4)
+        fall = oracle.value(oracle.outputs)
+        fall -= oracle.linearised_loss(np.asarray(step))[0]
+        np.testing.assert_allclose(decrease, fall, rtol=1e-9)
 
 
-PROX = gnlin.DampedGaussNewton(0.3, form="prox-linear", search=None)
+PROX = gnlin.DampedGaussNewton(0.3, form="prox-linear", method="kernel", search=None)
 
 
 def test_damped_gauss_newton_in_the_prox_linear_form():
     oracle = dense("softmax")
     step, solution = solve(SOFTMAX, PROX, compiled=True)
     assert oracle.remaining(step, 0.3) <= 1e-9
+    norm = np.linalg.norm(oracle.gradient)
+    np.testing.assert_allclose(solution.history.gradient_norm, norm, rtol=1e-9)
     np.testing.assert_allclose(solution.loss, oracle.true_loss(step), rtol=1e-10)
     assert solution.stats["num_inner_steps"] >= 1
 
 
-@pytest.fixture(scope="module")
-def truncated():
-    @jax.jit
-    @functools.partial(jax.vmap, in_axes=(0, None, None))
-    def run(tolerance, damping, w):
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+def test_truncated_prox_linear_reaches_its_tolerance(damping):
+    """The minimum is zero without damping, since the model has more parameters than
+    outputs. At large residuals there is a slope to follow, but no curvature."""
+    oracle, nums_steps = dense("huber, outliers"), []
+    for tolerance in (0.7, 0.1, 1e-2):
         solver = gnlin.TruncatedGaussNewton(
             tolerance, damping, form="prox-linear", search=None
         )
-        data = X, LABELS
-        solution = gnlin.solve(Net(w), data, solver, loss=SOFTMAX.loss, max_steps=1)
-        num_inner_steps = solution.stats["num_inner_steps"]
-        return solution.model.w, num_inner_steps, solution.history.gradient_norm[0]
-
-    return run
-
-
-@pytest.mark.parametrize("damping", [0.0, 0.3])
-def test_truncated_prox_linear_reaches_its_tolerance(damping, truncated):
-    oracle = dense("softmax")
-    tolerances = np.array([0.7, 0.3, 0.1, 1e-3, 1e-8])
-    ws, nums_steps, norms = truncated(tolerances, damping, oracle.w)
-    np.testing.assert_allclose(norms, np.linalg.norm(oracle.gradient), rtol=1e-10)
-    for tolerance, w in zip(tolerances, ws, strict=True):
-        remaining = oracle.remaining(np.asarray(w) - oracle.w, damping)
-        assert remaining <= tolerance * (1 + 1e-9)
-    assert np.all(nums_steps >= 1)
-    assert np.all(np.diff(nums_steps) >= 0)
-    assert nums_steps[-1] > nums_steps[0]
+        step, solution = solve(HUBER, solver, compiled=True)
+        norm = np.linalg.norm(oracle.gradient)
+        np.testing.assert_allclose(solution.history.gradient_norm, norm, rtol=1e-10)
+        assert oracle.remaining(step, damping) <= tolerance * (1 + 1e-9)
+        nums_steps.append(int(solution.stats["num_inner_steps"]))
+    assert 1 <= nums_steps[0] <= nums_steps[1] < nums_steps[2]
 
 
 def nesterov_sgd(learning_rate, momentum):
@@ -637,45 +592,35 @@ def literal_optax(
     return np.asarray(w) - oracle.w, state
 
 
-@pytest.mark.parametrize("nesterov", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_descent_on_the_loss_itself_matches_optax(nesterov):
+@pytest.mark.parametrize(
+    ("method", "momentum", "nesterov", "damping"),
+    [
+        ("kernel", 0.9, False, 0.5),
+        ("matrix-free", 0.9, True, 0.5),
+    ],
+)
+def test_descent_on_the_loss_itself_matches_optax(method, momentum, nesterov, damping):
     """This holds for steps on m coefficients and on p parameters."""
-    oracle = dense("softmax")
-    momenta, dampings = np.array([0.0, 0.9, 0.9]), np.array([0.0, 0.0, 0.5])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    @functools.partial(jax.vmap, in_axes=(None, 0, 0, None, None))
-    def run(method, momentum, damping, period, w):
+    build = nesterov_sgd if nesterov else optax.sgd
+    for period in (1, 20):
         solver = gnlin.IterativeLinearisation(
             period, 0.05, momentum, nesterov=nesterov, damping=damping, method=method
         )
-        data = X, LABELS
-        solution = gnlin.solve(Net(w), data, solver, loss=SOFTMAX.loss, max_steps=1)
-        return solution.model.w
-
-    methods = ("kernel",) if nesterov else ("kernel", "matrix-free")
-    for period in (1, 100):
-        steps = [
-            run(method, momenta, dampings, jnp.asarray(period), oracle.w) - oracle.w[None]
-            for method in methods
-        ]
-        assert_close(steps[0], np.asarray(steps[-1]), 1e-12)
-        for i in range(3):
-            build = nesterov_sgd if nesterov else optax.sgd
-            expected, _ = literal_optax(
-                oracle, build, 0.05, momenta[i], period=period, damping=dampings[i]
-            )
-            assert_close(steps[0][i], expected, 1e-11)
+        step, _ = solve(SOFTMAX, solver)
+        expected, _ = literal_optax(
+            dense("softmax"), build, 0.05, momentum, period=period, damping=damping
+        )
+        assert_close(step, expected, 1e-11)
 
 
 def test_python_numbers_and_the_automatic_method():
-    solver = gnlin.IterativeLinearisation(50, 0.002, 0.5)
+    solver = gnlin.IterativeLinearisation(20, 0.002, 0.5)
     step, solution = solve(POISSON, solver)
     expected, _ = literal_optax(
-        dense("poisson"), optax.sgd, 0.002, 0.5, period=50, problem=POISSON
+        dense("poisson"), optax.sgd, 0.002, 0.5, period=20, problem=POISSON
     )
     assert_close(step, expected, 1e-11)
-    assert float(solution.stats["num_inner_steps"]) == 50
+    assert float(solution.stats["num_inner_steps"]) == 20
 
 
 OPTIMISERS = {"adam": (optax.adam, True, 0.3), "adamw, kept": (adamw, False, 0.0)}
@@ -688,23 +633,23 @@ def test_any_optimiser_on_each_linearised_model(build, restart, damping):
     solver = gnlin.IterativeLinearisation(
         7, optimiser=build(0.02), restart=restart, damping=damping
     )
-    _, solution = solve(SOFTMAX, solver, 3)
+    _, solution = solve(SOFTMAX, solver, 2)
     w, state = start(), None
-    for _ in range(3):
+    for _ in range(2):
         step, state = literal_optax(
             Dense(SOFTMAX, w), build, 0.02, period=7, damping=damping, state=state
         )
         w = w + step
         state = None if restart else state
     np.testing.assert_allclose(solution.model.w, w, rtol=1e-9, atol=1e-10)
-    assert float(solution.stats["num_inner_steps"]) == 21
-    assert int(solution.stats["num_feature_updates"]) == 3
+    assert float(solution.stats["num_inner_steps"]) == 14
+    assert int(solution.stats["num_feature_updates"]) == 2
 
 
 def test_a_period_of_one_that_keeps_its_state_is_the_optimiser_itself():
     optimiser = optax.adam(0.05)
     solver = gnlin.IterativeLinearisation(1, optimiser=optimiser, restart=False)
-    _, solution = solve(SOFTMAX, solver, 8)
+    _, solution = solve(SOFTMAX, solver, 3)
     labels = jnp.asarray(LABELS)
 
     @jax.jit
@@ -715,7 +660,7 @@ def test_a_period_of_one_that_keeps_its_state_is_the_optimiser_itself():
 
     w = jnp.asarray(start())
     state = optimiser.init(w)
-    for _ in range(8):
+    for _ in range(3):
         w, state = step(w, state)
     np.testing.assert_allclose(solution.model.w, w, rtol=1e-9)
 
@@ -772,39 +717,23 @@ def test_an_unfinished_flow_is_not_a_success(monkeypatch):
     assert result_is(solution, "nonlinear_divergence")
 
 
-ENDLESS = gnlin.IterativeLinearisation(math.inf, 0.05, damping=0.3)
-
-
 @pytest.mark.parametrize(
-    "solver",
+    "settings",
     [
-        pytest.param(ENDLESS, marks=pytest.mark.slow),
-        gnlin.IterativeLinearisation(math.inf, 0.1, 0.9, damping=0.3, method="kernel"),
+        pytest.param({"method": "auto"}, marks=pytest.mark.slow),
+        {"method": "kernel", "momentum": 0.9},
     ],
     ids=["plain", "momentum, kernel"],
 )
-def test_steps_without_an_end_are_the_damped_minimiser(solver):
-    step, solution = solve(SOFTMAX, solver, compiled=True)
-    assert dense("softmax").remaining(step, 0.3) <= 1e-9
-    assert int(solution.stats["num_steps"]) == 1
-    assert result_is(solution, "successful")
-
-
-@pytest.mark.parametrize(
-    "solver",
-    [
-        gnlin.IterativeLinearisation(math.inf, 0.05, method="kernel"),
-        gnlin.TruncatedGaussNewton(0.1, form="prox-linear", search=None),
-    ],
-    ids=["without an end", "truncated"],
-)
-def test_prox_linear_without_damping_and_with_outliers(solver):
-    """The minimum is zero, since the model has more parameters than outputs. At large
-    residuals there is a slope to follow, but no curvature."""
-    step, solution = solve(HUBER, solver, compiled=True)
-    fine = ("successful", "nonlinear_max_steps_reached")
-    assert any(result_is(solution, name) for name in fine)
-    assert dense("huber, outliers").remaining(step) <= 0.1
+def test_steps_without_an_end_are_the_minimiser(settings):
+    """At large residuals there is a slope to follow, but no curvature."""
+    oracle = dense("huber, outliers")
+    for damping, remaining in ((0.3, 1e-9), (0.0, 0.1)):
+        solver = gnlin.IterativeLinearisation(math.inf, 0.05, damping=damping, **settings)
+        step, solution = solve(HUBER, solver, compiled=True)
+        assert oracle.remaining(step, damping) <= remaining
+        assert int(solution.stats["num_steps"]) == 1
+        assert damping == 0 or result_is(solution, "successful")
 
 
 @pytest.mark.slow
@@ -883,11 +812,6 @@ ALIKE = {
         lambda o: -np.linalg.pinv(o.curvature, rcond=1e-12) @ o.gradient,
         1e-5,
     ),
-    "descent": (
-        GradientDescent(30, 0.02),
-        lambda o: literal_quadratic(o, 30, 0.02),
-        1e-9,
-    ),
     "damped nesterov": (
         Damped(Nesterov(30, 0.02, 0.7), 0.3),
         lambda o: literal_quadratic(o, 30, 0.02, 0.7, True, 0.3),
@@ -906,17 +830,16 @@ def in_every_form(w, mask, x, y, weights):
     shapes = jax.eval_shape(lambda: lin.outputs)
     objective = BatchLoss(Disguised(), shapes, y, weights)
     ways = (
-        ("quadratic", "auto"),
-        ("prox-linear", "kernel"),
-        ("prox-linear", "matrix-free"),
+        ("quadratic", "auto", ["damped", "exact"]),
+        ("prox-linear", "kernel", ["damped", "damped nesterov", "flow"]),
+        ("prox-linear", "matrix-free", ["exact", "damped nesterov"]),
     )
     steps = {}
-    for form, method in ways:
+    for form, method, names in ways:
         itself = problem_of(form, objective, lin)
-        subproblem = choose(itself, Tikhonov(0.3), len(ALIKE), method)
-        for name, (filter, _, _) in ALIKE.items():
-            if (name, method) != ("exact", "kernel"):  # singular
-                steps[form, method, name] = subproblem.solve(filter).step
+        subproblem = choose(itself, Tikhonov(0.3), len(names), method)
+        for name in names:
+            steps[form, method, name] = subproblem.solve(ALIKE[name][0]).step
         if form == "prox-linear" and method == "matrix-free":
             step = subproblem.to_tolerance(1e-10, 0.3).step
             steps[form, "truncated", "damped"] = step
@@ -936,25 +859,12 @@ def test_squared_error_in_disguise(seed, n, p):
         assert near(step, expected(oracle), rtol, 1e-3), (form, method, name)
 
 
-DISGUISED = {
-    "quadratic": (gnlin.LevenbergMarquardt(), gnlin.LevenbergMarquardt()),
-    "prox-linear": (
-        gnlin.LevenbergMarquardt(form="prox-linear"),
-        gnlin.LevenbergMarquardt(damping=1e-3, scaling="identity", acceleration=False),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("solver", "reference"),
-    [
-        pytest.param(*DISGUISED["quadratic"], id="quadratic"),
-        pytest.param(*DISGUISED["prox-linear"], id="prox-linear", marks=pytest.mark.slow),
-    ],
-)
-def test_levenberg_marquardt_in_disguise(solver, reference):
+@pytest.mark.slow
+def test_levenberg_marquardt_in_disguise():
+    solver = gnlin.LevenbergMarquardt(form="prox-linear")
     step, _ = solve(Problem(Disguised(), REAL), solver)
-    known, _ = solve(Problem(gnlin.SquaredError(), REAL), reference)
+    plain = gnlin.LevenbergMarquardt(damping=1e-3, scaling="identity", acceleration=False)
+    known, _ = solve(Problem(gnlin.SquaredError(), REAL), plain)
     assert_close(step, known, 1e-7)
 
 
@@ -970,20 +880,14 @@ def test_squared_error_has_one_form():
 # The order of the examples
 #
 
-SHARED = {
-    "damped": gnlin.DampedGaussNewton(0.3, search=None),
-    "damped, prox-linear": PROX,
-}
 
-
-@pytest.mark.parametrize("solver", SHARED.values(), ids=SHARED)
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(st.permutations(range(7)))
-def test_the_order_of_the_examples_does_not_matter(solver, order):
-    step, _ = solve(SOFTMAX, solver, compiled=True)
+def test_the_order_of_the_examples_does_not_matter(order):
+    step, _ = solve(SOFTMAX, PROX, compiled=True)
     order = np.array(order)
     data = X[order], LABELS[order]
-    shuffled, _ = solve(SOFTMAX, solver, data=data, compiled=True)
+    shuffled, _ = solve(SOFTMAX, PROX, data=data, compiled=True)
     assert_close(shuffled, step, 1e-8)
 
 
@@ -1020,9 +924,9 @@ def test_a_search_keeps_the_loss_from_rising(solver, full_step):
 
 
 def test_a_search_takes_a_full_step_that_is_good_enough():
-    step, solution = solve(SOFTMAX, gnlin.DampedGaussNewton(10.0, search=ARMIJO), 6)
+    step, solution = solve(SOFTMAX, gnlin.DampedGaussNewton(10.0, search=ARMIJO), 3)
     w = start()
-    for k in range(6):
+    for k in range(3):
         oracle = Dense(SOFTMAX, w)
         np.testing.assert_allclose(
             solution.history.loss[k], oracle.value(oracle.outputs), rtol=1e-9
@@ -1035,8 +939,10 @@ def test_a_search_takes_a_full_step_that_is_good_enough():
 # Numbers that are not finite
 #
 
-NOT_FINITE = SHARED | {
-    "descent": gnlin.IterativeLinearisation(jnp.asarray(100), 0.05),
+NOT_FINITE = {
+    "damped": gnlin.DampedGaussNewton(0.3, search=None),
+    "damped, prox-linear": PROX,
+    "descent": gnlin.IterativeLinearisation(15, 0.05),
 }
 
 
@@ -1047,28 +953,30 @@ def test_data_that_are_not_finite(solver):
     infinite[43] = np.inf
     for inputs, w in ((x, start()), (X, not_a_number), (X, infinite)):
         model, data = Net(jnp.asarray(w)), (inputs, LABELS)
-        with pytest.warns(UserWarning, match=r"[Nn]on-?finite|is not finite"):
+        with (
+            pytest.warns(UserWarning, match=r"[Nn]on-?finite|is not finite"),
+            op_by_op(solver is not PROX),
+        ):
             solution = gnlin.solve(model, data, solver, loss=SOFTMAX.loss, max_steps=1)
         assert w is infinite or result_is(solution, "nonfinite")
         np.testing.assert_array_equal(solution.model.w, w)
 
 
 @pytest.mark.parametrize(
-    "problem",
+    ("problem", "solver"),
     [
-        LOG_COSH,
-        HUBER,
+        (LOG_COSH, gnlin.LevenbergMarquardt()),
+        (HUBER, gnlin.DampedGaussNewton(0.3, search=None)),
     ],
     ids=["log-cosh", "huber"],
 )
-def test_targets_that_are_not_finite(problem):
+def test_targets_that_are_not_finite(problem, solver):
     targets = REAL.copy()
     targets[1, 2] = np.nan
-    for solver in (gnlin.DampedGaussNewton(0.3, search=None), gnlin.LevenbergMarquardt()):
-        step, solution = solve(problem, solver, data=(X, targets))
-        assert np.isnan(solution.history.loss[0])
-        assert result_is(solution, "nonfinite")
-        assert not np.any(step)
+    step, solution = solve(problem, solver, data=(X, targets))
+    assert np.isnan(solution.history.loss[0])
+    assert result_is(solution, "nonfinite")
+    assert not np.any(step)
 
 
 def test_steps_that_diverge_are_not_taken():
@@ -1136,7 +1044,8 @@ class SoftmaxByValue(gnlin.authoring.AbstractLoss):
 def test_saturated_outputs_of_a_user_defined_loss(scale):
     oracle = Dense(Problem(gnlin.SoftmaxCrossEntropy(), LABELS, scale))
     own = Problem(SoftmaxByValue(), LABELS, scale)
-    step, solution = solve(own, gnlin.DampedGaussNewton(10.0, search=None))
+    solver = gnlin.DampedGaussNewton(10.0, search=None)
+    step, solution = solve(own, solver, compiled=True)
     np.testing.assert_allclose(
         solution.history.gradient_norm, np.linalg.norm(oracle.gradient), rtol=1e-6
     )
@@ -1171,17 +1080,12 @@ def test_a_sweep_of_cross_entropy_is_one_program():
 
 
 def test_single_precision():
-    """Outputs are saturated, in both forms."""
-    oracle = dense("softmax, saturated")
+    """Outputs are saturated."""
     data, w = (np.float32(X), LABELS), np.float32(start(SATURATED.scale))
-    run = functools.partial(solve, SATURATED, data=data, w=w, compiled=True)
-    step, solution = run(gnlin.DampedGaussNewton(10.0, search=None))
-    assert step.dtype == solution.history.loss.dtype == np.float32
-    assert_close(step, oracle.damped_step(10.0), 1e-3)
-    step, solution = run(PROX)
+    step, solution = solve(SATURATED, PROX, data=data, w=w, compiled=True)
     assert step.dtype == solution.history.loss.dtype == np.float32
     # To 10 eps^(2/3), and the rounding of a check in double precision
-    assert oracle.remaining(np.float64(step), 0.3) <= 1e-3
+    assert dense("softmax, saturated").remaining(np.float64(step), 0.3) <= 1e-3
 
 
 #
@@ -1435,14 +1339,6 @@ def test_a_large_count_is_not_an_outlier(dtype, method, start):
 
 
 REGRESSIONS = {
-    "sigmoid": (
-        gnlin.SigmoidCrossEntropy(),
-        lambda f, rng: rng.random(f.shape) < expit(f),
-    ),
-    "pseudo-huber": (
-        gnlin.losses.PseudoHuber(),
-        lambda f, rng: f + rng.standard_t(1.5, f.shape),
-    ),
     "huber": (gnlin.losses.Huber(), lambda f, rng: f + rng.standard_t(1.5, f.shape)),
     "poisson": (
         gnlin.losses.PoissonNLL(),

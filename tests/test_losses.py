@@ -116,11 +116,7 @@ CASES = {
         optax=optax.l2_loss,
     ),
     "softmax, labels": softmax_case(gnlin.SoftmaxCrossEntropy(), labels),
-    "softmax, probabilities": softmax_case(gnlin.SoftmaxCrossEntropy(), probabilities),
     "softmax, smoothed labels": softmax_case(gnlin.SoftmaxCrossEntropy(0.3), labels),
-    "softmax, a sequence of labels": softmax_case(
-        gnlin.SoftmaxCrossEntropy(), labels, (2, 3)
-    ),
     "softmax, a sequence of probabilities": softmax_case(
         gnlin.SoftmaxCrossEntropy(0.1), probabilities, (2, 3)
     ),
@@ -335,17 +331,21 @@ def test_steps_with_reweighted_curvature_are_those_of_reweighted_least_squares(a
 def test_the_curvature_of_a_vectors_length_at_any_length():
     """A vector of length 0 has no direction, and no component may overflow."""
     loss = gnlin.losses.Isotropic(gnlin.losses.Huber(DELTA, reweighted=True))
-    outputs = jnp.asarray([[0.0, 0.0], [1e-200, 0.0], [3e200, 4e200]])
-    target = jnp.zeros_like(outputs)
-    root = np.asarray(dense(loss.factor(outputs, target).mv, outputs))
+    outputs = np.array([[0.0, 0.0], [1e-200, 0.0], [3e200, 4e200]])
+    target = jnp.zeros(outputs.shape)
+
+    @jax.jit
+    def run(f):
+        root = dense(loss.factor(f, target).mv, f)
+        slope = jax.jacobian(loss.plain)(f, target)
+        return root, loss.gradient(f, target), loss.plain(f, target), slope
+
+    root, pull, z, slope = map(np.asarray, run(outputs))
     weights = np.array([1, 1, DELTA / 5e200])
-    np.testing.assert_allclose(root @ root, np.diag(np.repeat(weights, 2)), rtol=1e-14)
-    pull = np.asarray(loss.gradient(outputs, target))
-    np.testing.assert_allclose(pull, [[0, 0], [1e-200, 0], [0.6 * DELTA, 0.8 * DELTA]])
-    plain = jax.jit(
-        lambda f: (loss.plain(f, target), jax.jacobian(loss.plain)(f, target))
+    np.testing.assert_allclose(
+        root @ root, np.diag(np.repeat(weights, 2)), rtol=1e-14, atol=1e-200
     )
-    z, slope = plain(outputs)
+    np.testing.assert_allclose(pull, [[0, 0], [1e-200, 0], [0.6 * DELTA, 0.8 * DELTA]])
     assert np.isfinite(slope).all()
     np.testing.assert_allclose(slope[0, :, 0], np.eye(2))
     np.testing.assert_allclose(0.5 * np.sum(z[:2] ** 2), 0, atol=1e-300)
@@ -354,10 +354,17 @@ def test_the_curvature_of_a_vectors_length_at_any_length():
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_vector_that_is_not_finite_is_no_perfect_fit(wrong):
     loss = gnlin.losses.Isotropic(gnlin.losses.Huber(DELTA))
-    outputs, target = jnp.array([wrong, 1.0]), jnp.zeros(2)
-    assert not np.isfinite(loss.value(outputs, target))
-    assert not np.isfinite(loss.gradient(outputs, target)).any()
-    assert not loss.decrease(jnp.array([9.0, 9.0]), outputs, target) > 0
+    target, before = jnp.zeros(2), jnp.array([9.0, 9.0])
+
+    @jax.jit
+    def run(f):
+        of = loss.value(f, target), loss.gradient(f, target)
+        return *of, loss.decrease(before, f, target)
+
+    value, gradient, decrease = run(np.array([wrong, 1.0]))
+    assert not np.isfinite(value)
+    assert not np.isfinite(gradient).any()
+    assert not decrease > 0
 
 
 class TreeOfSquares(gnlin.authoring.AbstractLoss):
@@ -633,15 +640,13 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*each_once(list(ELEMENTWISE), [np.float32, np.float64]), ("poisson", np.float64)],
+    each_once(list(ELEMENTWISE), [np.float64, np.float32]),
 )
 def test_saturated_outputs_one_by_one(name, dtype):
     loss, formula, targets = ELEMENTWISE[name]
     sizes = [0.0, 0.125, 2**-10, 1.0, 30.0, 80.0, 150.0]
     sizes += [300.0, 700.0] if dtype == np.float64 else []
     outputs = np.array(sizes + [-x for x in sizes], dtype)
-    if isinstance(loss, gnlin.losses.PoissonNLL) and dtype == np.float32:
-        outputs = outputs[outputs <= 80]  # values beyond are infinite
     rtol = tolerance(dtype, 8)
     run = as_for_users(
         lambda f, t: (loss.elementwise(f, t), loss.derivative(f, t), loss.root(f, t))
@@ -681,12 +686,7 @@ SATURATED = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, np.float32) for name in SATURATED),
-        ("softmax", np.float64),
-        ("sigmoid", np.float64),
-        ("pseudo-huber", np.float64),
-    ],
+    each_once(list(SATURATED), [np.float32, np.float64]),
 )
 def test_the_gradient_is_whitened_whole(name, dtype):
     """R^T r~ + e is the gradient, and r~ leaves room for other examples."""
@@ -704,8 +704,6 @@ def test_the_gradient_is_whitened_whole(name, dtype):
     for scale in scales:
         for direction in ([1, 0, -1, 0.5], [-1, 1, 0, 0.25], [0, -1, -1, 1]):
             outputs = np.array(direction, dtype) * dtype(scale)
-            if isinstance(loss, gnlin.losses.PoissonNLL) and dtype == np.float32:
-                outputs = np.minimum(outputs, dtype(80))
             gradient, whole, residual = run(outputs)
             assert np.all(np.isfinite(gradient))
             assert np.all(np.isfinite(residual))
@@ -809,13 +807,15 @@ SMALL = np.log1p(np.exp([-25.0, -25.5]))
 
 @every_case
 def test_decrease_is_the_difference_of_values(case):
+    @jax.jit
+    def run(here, there, target):
+        values = [case.loss.value(f, target) for f in (here, there)]
+        return case.loss.decrease(here, there, target), *values
+
     pairs = list(examples(case, 4))
     for (here, target), (there, _) in itertools.pairwise(pairs):
-        target = jnp.asarray(target)
-        here, there = jnp.asarray(here), jnp.asarray(there)
-        values = [case.loss.value(f, target) for f in (here, there)]
-        fall = case.loss.decrease(here, there, target)
-        np.testing.assert_allclose(fall, values[0] - values[1], rtol=1e-12, atol=1e-14)
+        fall, before, after = map(np.asarray, run(here, there, target))
+        np.testing.assert_allclose(fall, before - after, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -941,10 +941,17 @@ def test_weights_and_reduction_of_a_batch(case):
 def test_without_weights_all_count_alike():
     case = CASES["softmax, labels"]
     outputs, targets = batch(case, 5)
-    for loss in (case.loss, gnlin.SoftmaxCrossEntropy(reduction="mean")):
-        alike = parts(loss, outputs, targets, jnp.ones(5), outputs)
-        for a, b in zip(parts(loss, outputs, targets, None, outputs), alike, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-16)
+
+    @jax.jit
+    def run(weights):
+        losses = case.loss, gnlin.SoftmaxCrossEntropy(reduction="mean")
+        return [
+            [parts(loss, outputs, targets, w, outputs) for loss in losses]
+            for w in (None, weights)
+        ]
+
+    for a, b in zip(*map(jax.tree.leaves, run(jnp.ones(5))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-16)
 
 
 class Affine(eqx.Module):
@@ -999,7 +1006,7 @@ def test_weights_and_reduction_in_a_solution(loss, targets, build):
         solution = gnlin.solve(affine(), data, build(unit), loss=loss, max_steps=2)
         return numbers(solution.model), np.append(solution.history.loss, solution.loss)
 
-    twice = (x[instead], targets[instead])
+    twice = (x[instead], targets[instead], np.ones(6))
     expected, losses = run(twice, loss(), 1.0)
     actual, weighted_losses = run((x, targets, weights), loss(), 1.0)
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
@@ -1167,15 +1174,9 @@ def test_a_label_out_of_range_has_no_loss(label):
     assert np.all(np.isnan(loss.gradient(outputs, target)))
 
 
-@pytest.mark.parametrize(
-    "solver",
-    [
-        gnlin.LevenbergMarquardt(),
-        gnlin.IterativeLinearisation(5, 0.1),
-    ],
-    ids=lambda solver: type(solver).__name__,
-)
-def test_a_label_that_is_out_of_range_inside_jit_is_never_a_success(solver):
+def test_a_label_that_is_out_of_range_inside_jit_is_never_a_success():
+    solver = gnlin.LevenbergMarquardt()
+
     @jax.jit
     def run(labels):
         model = affine()
@@ -1242,39 +1243,36 @@ def test_the_delta_of_a_loss_within_a_model_is_not_trained():
     loss = gnlin.losses.Huber(0.5)
     assert hash(loss) == hash(gnlin.losses.Huber(0.5))
     x = jnp.linspace(0.0, 1.0, 5)
-    model = gnlin.solve(Model(jnp.ones(()), loss), (x, x), loss=loss).model
+    start, solver = Model(jnp.ones(()), loss), gnlin.DampedGaussNewton(1.0)
+    model = gnlin.solve(start, (x, x), solver, loss=loss, max_steps=1).model
+    assert model.weight != 1
     assert model.loss.delta == 0.5
 
 
 def test_delta_is_a_number_like_any_other():
     """Another delta compiles nothing, many are one call, and it has a derivative."""
-    of_delta, solver = gnlin.losses.Cauchy, gnlin.LevenbergMarquardt(rtol=1e-12)
+    of_delta, solver = gnlin.losses.Cauchy, gnlin.GaussNewton(rtol=1e-12)
     x = jnp.linspace(0.0, 2.0, 20)
     y = (2 * jnp.exp(-x)).at[3].add(2.0)
 
-    def found(delta, solver=solver, **options):
+    def found(delta):
         fn = lambda p, d: p[0] * jnp.exp(-p[1] * d[0]) - d[1]
         group = gnlin.Residuals(fn, (x, y), loss=of_delta(delta))
-        start = jnp.array([1.5, 0.7])
-        return optx.least_squares(group, solver, start, **options).value
+        return optx.least_squares(group, solver, jnp.array([1.5, 0.7])).value
 
     def solved(delta):
-        return gnlin.solve((line, jnp.ones(2)), (x, y), loss=of_delta(delta)).model[1]
+        pair, damped = (line, jnp.ones(2)), gnlin.DampedGaussNewton(0.1)
+        return gnlin.solve(pair, (x, y), damped, loss=of_delta(delta), max_steps=3).model
 
     line = lambda p, x: p[0] + p[1] * x
-    solved(0.1)
+    one = solved(0.1)[1]
     assert num_compiled(lambda: solved(0.2)) == 0
-    both = jax.vmap(solved)(jnp.array([0.1, 0.2]))
-    np.testing.assert_allclose(both, [solved(0.1), solved(0.2)], rtol=1e-6)
+    both = jax.vmap(lambda delta: solved(delta)[1])(jnp.array([0.1, 0.2]))
+    np.testing.assert_allclose(both, [one, solved(0.2)[1]], rtol=1e-6)
     assert np.all(np.isnan(jax.jit(lambda d: of_delta(d).elementwise(x, y))(-1.0)))
 
     step = 1e-5
-    expected = (found(0.3 + step) - found(0.3 - step)) / (2 * step)
-    implicit = {"adjoint": gnlin.methods.ImplicitAdjoint()}
-    others = optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10)
-    for derivative in (
-        jax.jacfwd(found)(0.3),
-        jax.jacrev(lambda delta: found(delta, **implicit))(0.3),
-        jax.jacrev(lambda delta: found(delta, others))(0.3),
-    ):
-        np.testing.assert_allclose(derivative, expected, rtol=1e-5)
+    alone = jax.jit(found)
+    expected = (alone(0.3 + step) - alone(0.3 - step)) / (2 * step)
+    derivative = jax.jit(jax.jacfwd(found))(0.3)
+    np.testing.assert_allclose(derivative, expected, rtol=1e-5)

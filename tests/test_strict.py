@@ -1,6 +1,5 @@
 """JAX promotes neither dtypes nor ranks in these tests, as in the tests of optimistix."""
 
-import functools
 import math
 
 import equinox as eqx
@@ -71,7 +70,11 @@ EXACT = gnlin.DampedGaussNewton(0.1, method="matrix-free")
 
 # Each loss with another way to solve: `(loss, targets, solver)`
 problems = {
-    "squared error": (gnlin.SquaredError("mean"), NUMBERS, gnlin.LevenbergMarquardt()),
+    "squared error": (
+        gnlin.SquaredError("mean"),
+        NUMBERS,
+        gnlin.DampedGaussNewton(0.1, method="svd"),
+    ),
     "softmax": (
         gnlin.SoftmaxCrossEntropy(label_smoothing=0.1, ignore_index=-1),
         LABELS,
@@ -102,9 +105,13 @@ problems = {
     "Poisson": (
         gnlin.losses.PoissonNLL(),
         jnp.arange(18).reshape(6, 3),
+        gnlin.LevenbergMarquardt(),
+    ),
+    "Huber": (
+        gnlin.losses.Huber(),
+        NUMBERS,
         gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear"),
     ),
-    "Huber": (gnlin.losses.Huber(), NUMBERS, gnlin.DampedGaussNewton(0.1, method="svd")),
     "pseudo-Huber": (
         gnlin.losses.PseudoHuber(0.5),
         NUMBERS,
@@ -193,19 +200,15 @@ def test_parameters_of_both_precisions(solver):
     assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
 
 
-@pytest.mark.parametrize(
-    "solver",
-    [gnlin.LevenbergMarquardt, functools.partial(gnlin.DampedGaussNewton, 1e-3)],
-    ids=["Levenberg-Marquardt", "damped"],
-)
-def test_bounds_of_parameters_of_both_precisions(solver):
+def test_bounds_of_parameters_of_both_precisions():
+    solver = gnlin.LevenbergMarquardt(bounds=(0.0, 2.5))
     start = {"a": jnp.ones((), jnp.float32), "rate": jnp.ones((), jnp.float64)}
     x = jnp.linspace(0.0, 1.0, 20)
 
     def misfit(y, _):
         return y["a"].astype(x.dtype) * jnp.exp(-y["rate"] * x) - 2 * jnp.exp(-3 * x)
 
-    found = optx.least_squares(misfit, solver(bounds=(0.0, 2.5)), start).value
+    found = optx.least_squares(misfit, solver, start).value
     assert found["rate"] == 2.5
     curve = jnp.exp(-2.5 * x)
     expected = 2 * jnp.vdot(curve, jnp.exp(-3 * x)) / jnp.vdot(curve, curve)
@@ -217,7 +220,7 @@ def test_a_solution_does_not_depend_on_promotion():
     data = jnp.linspace(-1, 1, 12).reshape(6, 2), NUMBERS
 
     def loss():
-        solution = gnlin.solve(model, data, gnlin.LevenbergMarquardt(), max_steps=5)
+        solution = gnlin.solve(model, data, gnlin.GaussNewton(), max_steps=3)
         return solution.history.loss
 
     found = loss()
