@@ -78,25 +78,6 @@ def test_training(solver):
     assert float(jnp.sum(history.num_inner_steps)) == inner
 
 
-def test_the_same_as_optimistix_on_the_same_residuals():
-    solver, model = SOLVERS["levenberg-marquardt"], network()
-    solution = gnlin.solve(model, (X, T), solver, max_steps=5)
-    parameters, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def residuals(parameters, args):
-        x, targets = args
-        return jax.vmap(eqx.combine(parameters, static))(x) - targets
-
-    other = optx.least_squares(
-        residuals, solver, parameters, (X, T), max_steps=5, throw=False
-    )
-    np.testing.assert_allclose(
-        numbers(solution.model), numbers(other.value), rtol=1e-6, atol=1e-8
-    )
-    for name in ("num_steps", "num_feature_updates", "num_accepted_steps"):
-        assert int(solution.stats[name]) == int(other.stats[name])
-
-
 def test_history_in_detail():
     model = network()
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
@@ -122,14 +103,15 @@ def test_history_in_detail():
 
 
 def test_convergence_ends_the_run_and_cuts_the_history():
+    """Targets that are whole numbers are converted."""
     weights = eqx.nn.Linear(2, 1, key=jax.random.key(1))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(9, 2)))
-    targets = x @ jnp.asarray([[1.0], [2.0]]) + 0.5
-    solution = gnlin.solve(weights, (x, targets), gnlin.GaussNewton())
+    x = np.random.default_rng(0).integers(-9, 9, (9, 2))
+    targets = x @ [[1], [2]] + 3
+    solution = gnlin.solve(weights, (x.astype(float), targets), gnlin.GaussNewton())
     assert solution.result == optx.RESULTS.successful
     assert int(solution.stats["num_steps"]) == len(solution.history.step_norm) == 2
     np.testing.assert_allclose(solution.model.weight, [[1.0, 2.0]], rtol=1e-12)
-    np.testing.assert_allclose(solution.model.bias, [0.5], rtol=1e-12)
+    np.testing.assert_allclose(solution.model.bias, [3], rtol=1e-12)
 
 
 def test_the_ntk_regime():
@@ -154,13 +136,6 @@ def test_a_run_whose_loss_rises_warns():
     far = gnlin.IterativeLinearisation(1, 0.5)
     with pytest.warns(UserWarning, match="made 3 steps, and the loss has risen from"):
         gnlin.solve(model, (x, 2 * x), far, max_steps=3)
-
-
-def test_integer_targets_are_converted():
-    model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
-    x = jnp.asarray([[0.0], [1.0]])
-    solution = gnlin.solve(model, (x, np.array([[1], [3]])), gnlin.GaussNewton())
-    np.testing.assert_allclose(solution.model.weight, [[2.0]], rtol=1e-12)
 
 
 #
@@ -221,20 +196,6 @@ def test_one_example():
     assert solution.loss < 1e-18
 
 
-def test_single_precision_models_on_double_precision_data():
-    model = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf,
-        network(),
-    )
-    data = (X.astype(jnp.float32), T)
-    for solver in (gnlin.DampedGaussNewton(0.1), gnlin.LevenbergMarquardt()):
-        solution = gnlin.solve(model, data, solver, max_steps=5)
-        leaves = jax.tree.leaves(eqx.filter(solution.model, eqx.is_array))
-        assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
-        assert solution.history.loss.dtype == jnp.float32
-        assert solution.loss < solution.history.loss[0]
-
-
 #
 # Dropout, and batch normalisation
 #
@@ -244,29 +205,19 @@ DROPPED = fit_problems.Dropped(jax.random.key(2))
 NORMALISED, STATE = eqx.nn.make_with_state(fit_problems.Normalised)(jax.random.key(2))
 
 
-@pytest.mark.parametrize(
-    ("model", "state", "solver"),
-    [
-        (DROPPED, None, gnlin.DampedGaussNewton(0.3)),
-        # A bias before a normalisation has no effect, so nothing can be scaled by it.
-        (NORMALISED, STATE, gnlin.LevenbergMarquardt(scaling="identity")),
-    ],
-    ids=["dropout, damped", "norm, LM"],
-)
-def test_it_is_fit_on_one_batch_of_all_examples(model, state, solver):
-    options = {"key": jax.random.key(5), "state": state}
-    ours = gnlin.solve(model, DATA, solver, max_steps=4, **options)
-    other = fit_problems.fit(model, DATA, solver, batch_size=None, steps=4, **options)
+def test_it_is_fit_on_one_batch_of_all_examples():
+    """Models with a state are compared in the tests of `gnlin.fit`."""
+    options = {"key": jax.random.key(5)}
+    solver = gnlin.DampedGaussNewton(0.3)
+    ours = gnlin.solve(DROPPED, DATA, solver, max_steps=4, **options)
+    other = fit_problems.fit(DROPPED, DATA, solver, batch_size=None, steps=4, **options)
     for name in ours.history:
         np.testing.assert_allclose(
             ours.history[name], other.history[name], rtol=1e-8, atol=1e-12
         )
     np.testing.assert_allclose(ours.loss, other.loss, rtol=1e-8)
     np.testing.assert_allclose(
-        numbers((ours.model, ours.state)),
-        numbers((other.model, other.state)),
-        rtol=1e-7,
-        atol=1e-10,
+        numbers(ours.model), numbers(other.model), rtol=1e-7, atol=1e-10
     )
     assert ours.reason == other.reason
 
@@ -306,11 +257,6 @@ def test_a_run_with_dropout_does_not_converge():
     solution = gnlin.solve(DROPPED, DATA, nowhere, max_steps=15)
     assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
     assert len(np.unique(solution.history.loss)) == 15
-    with pytest.warns(UserWarning, match="stands still"):
-        solution = gnlin.solve(
-            eqx.nn.inference_mode(DROPPED), DATA, nowhere, max_steps=15
-        )
-    assert len(np.unique(solution.history.loss)) == 1
 
 
 @pytest.mark.slow
@@ -393,26 +339,33 @@ def test_the_table_of_a_run(tmp_path):
 
 
 def test_the_table_of_several_runs():
-    solver = gnlin.DampedGaussNewton(0.1)
-    run = lambda t: gnlin.solve(network(), (X, t), solver, max_steps=3).history
-    history = eqx.filter_vmap(run)(jnp.stack([T, 2 * T]))
+    models = eqx.filter_vmap(network)(jnp.arange(2))
+    run = lambda m, t: gnlin.solve(m, (X, t), SOLVERS["damped"], max_steps=3).history
+    history = eqx.filter_vmap(run)(models, jnp.stack([T, 2 * T]))
     assert repr(history).startswith("History(2 x 3 steps: step, loss")
     with pytest.raises(ValueError, match="holds one run, but this history holds several"):
         history.to_pandas()
-    second = jax.tree.map(lambda column: column[1], history)
-    np.testing.assert_allclose(second.to_pandas()["loss"], run(2 * T).loss, rtol=1e-9)
+    second = jax.tree.map(lambda column: np.asarray(column)[1], history)
+    alone = run(network(1), 2 * T)
+    np.testing.assert_allclose(second.to_pandas()["loss"], alone.loss, rtol=1e-8)
 
 
 def test_a_solution_in_one_line():
-    solution = gnlin.solve(network(), (X, T), max_steps=3)
+    solver = SOLVERS["damped"]
+    solution = gnlin.solve(network(), (X, T), solver, max_steps=3)
     assert repr(solution) == (
         "Solution(MLP, nonlinear_max_steps_reached, 'all 3 steps were made', loss "
         f"{solution.history.loss[0]:.4g} -> {solution.loss:.4g})"
     )
-    short = gnlin.solve(network(), (X, T), max_steps=3, history=False)
+    # Without a history the result is the same.
+    short = gnlin.solve(network(), (X, T), solver, max_steps=3, history=False)
+    np.testing.assert_array_equal(numbers(short.model), numbers(solution.model))
     assert f"loss {short.loss:.4g})" in repr(short)
     assert repr(short.history) == "History(not kept)"
-    batches = gnlin.fit(network(), (X, T), batch_size=2, steps=3, progress=False)
+    assert short.history.columns == []
+    assert short.stats["num_steps"] == 3
+    descent = gnlin.IterativeLinearisation(3, 0.02)
+    batches = gnlin.fit(network(), (X, T), descent, batch_size=2, steps=3, progress=False)
     first, *_, last = batches.history.loss
     assert f"batch losses {first:.4g} -> {last:.4g}" in repr(batches)
 
@@ -420,23 +373,6 @@ def test_a_solution_in_one_line():
 #
 # Transformations
 #
-
-
-def test_vmap_over_models():
-    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(1, 1, 4, 1, jnp.tanh, key=key))(
-        jax.random.split(jax.random.key(3), 3)
-    )
-    solver = gnlin.DampedGaussNewton(0.1)
-    together = eqx.filter_vmap(
-        lambda model: gnlin.solve(model, (X, T), solver, max_steps=3)
-    )(models)
-    arrays, static = eqx.partition(models, eqx.is_array)
-    for i in range(3):
-        model = eqx.combine(jax.tree.map(lambda leaf, i=i: leaf[i], arrays), static)
-        alone = gnlin.solve(model, (X, T), solver, max_steps=3)
-        np.testing.assert_allclose(
-            together.history.loss[i], alone.history.loss, rtol=1e-8
-        )
 
 
 def test_rows_of_steps_not_made_are_nan_inside_programs():
@@ -483,10 +419,6 @@ def test_redefined_functions_are_not_compiled_again():
         pair = lambda w, x: w * jnp.exp(x) + c, jnp.ones(1)
         return gnlin.solve(pair, (X, T), gnlin.GaussNewton(), max_steps=2).model[1]
 
-    def with_group(c):
-        group = gnlin.Residuals(lambda m, x: m(x) - c * x, X)
-        return gnlin.solve(model, group, SOLVERS["damped"], max_steps=2).loss
-
     ends = jnp.array([[0, 1], [1, 2]])
 
     def with_selection(c):
@@ -507,23 +439,17 @@ def test_redefined_functions_are_not_compiled_again():
     e, t = np.exp(np.asarray(X)), np.asarray(T)
     for w, c in (one, 0.0), (two, 1.0):
         np.testing.assert_allclose(w, np.sum(e * (t - c)) / np.sum(e * e))
-    with_group(jnp.ones(1))
     np.testing.assert_allclose(with_selection(jnp.ones(1))[:, 0], [0, 1, 2], atol=1e-6)
-    names, other = [], jnp.asarray(np.full(1, 2.0))
+    other = jnp.asarray(np.full(1, 2.0))
+    moved = []
 
-    def note(name, *_, **__):
-        names.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    def again():
         with_activation()
         with_constant(other)
-        with_group(other)
-        moved = with_selection(other)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    assert not any("backend_compile" in name for name in names)
-    np.testing.assert_allclose(moved[:, 0], [0, 2, 4], atol=1e-6)
+        moved.append(with_selection(other))
+
+    assert num_compiled(again) == 0
+    np.testing.assert_allclose(moved[0][:, 0], [0, 2, 4], atol=1e-6)
 
 
 #
@@ -751,10 +677,11 @@ class Scaled(eqx.Module):
 
 def test_a_whole_number_and_a_float_are_two_programs():
     data = np.full((4, 3), 100, np.uint8), np.ones((4, 2))
+    solver = gnlin.IterativeLinearisation(1, 1e-7)
     losses = [
-        gnlin.solve(
-            Scaled(jnp.ones((3, 2)), by), data, gnlin.DampedGaussNewton(1.0), max_steps=1
-        ).history.loss[0]
+        gnlin.solve(Scaled(jnp.ones((3, 2)), by), data, solver, max_steps=1).history.loss[
+            0
+        ]
         for by in (3, 3.0)
     ]
     assert losses[0] != losses[1]  # the first of which overflows
@@ -774,19 +701,12 @@ def test_outputs_far_from_one_in_single_precision(unit):
     np.testing.assert_allclose(solution.history.gradient_norm[0], gradient, rtol=1e-5)
 
 
-def test_without_a_history():
-    runs = [gnlin.solve(network(), (X, T), max_steps=3, history=h) for h in (True, False)]
-    np.testing.assert_array_equal(*(numbers(run.model) for run in runs))
-    assert runs[1].history.columns == []
-    assert runs[1].stats["num_steps"] == 3
-
-
 def long_run(model=None, **options):
     """A run of a network that is large enough for steps to be made a few at a time."""
     x = jnp.linspace(-1.0, 1.0, 700)[:, None]
     data, model = (x, jnp.sin(3 * x)), model or network(width=64)
     solver = gnlin.DampedGaussNewton(1e-3, rtol=0.0, atol=0.0)
-    return data, gnlin.solve(model, data, solver, max_steps=100, **options)
+    return data, gnlin.solve(model, data, solver, max_steps=30, **options)
 
 
 @pytest.mark.slow
@@ -809,7 +729,7 @@ def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     model, data = network(width=64 if size > 1 else 4), (x, jnp.sin(3 * x))
 
     def run():
-        solver = gnlin.DampedGaussNewton(1.0)
+        solver = gnlin.IterativeLinearisation(1, 1e-3)
         solution = gnlin.solve(model, data, solver, max_steps=9, history=history)
         return solution.loss, dict(solution.history)
 
@@ -836,7 +756,7 @@ def test_ctrl_c_hands_back_the_best_model(monkeypatch):
     with pytest.warns(UserWarning, match="was interrupted after step"):
         data, solution = long_run()
     assert solution.reason == f"step {shown[1]}: interrupted"
-    assert len(solution.history["loss"]) == shown[1] < 100
+    assert len(solution.history["loss"]) == shown[1] < 30
     np.testing.assert_allclose(loss_of(solution.model, *data), solution.loss, rtol=1e-9)
     assert solution.loss <= np.min(solution.history["loss"])
     assert long_run(solution.model)[1].loss < solution.loss
@@ -860,7 +780,7 @@ def test_a_bar_is_drawn_of_a_long_run_on_a_terminal(monkeypatch, capsys):
     assert "loss=" not in capsys.readouterr().err
     _, solution = long_run()
     said = capsys.readouterr().err
-    assert f"{solution.stats['num_steps']}/100" in said
+    assert f"{solution.stats['num_steps']}/30" in said
     assert f"loss={solution.loss:.4g}" in said
 
 
@@ -874,17 +794,11 @@ def told_of(run, capfd):
 
 def test_verbose_prints_each_step(capfd):
     data, solver = (X, T), gnlin.DampedGaussNewton(0.1, verbose=True)
-    solution = gnlin.solve(
-        network(), data, max_steps=3, solver=gnlin.DampedGaussNewton(0.1)
-    )
     names = "step", "loss", "gradient_norm", "step_norm", "damping"
-    expected = np.transpose([solution.history[name] for name in names])
+    histories = []
 
     def by_solve():
-        gnlin.solve(network(), data, solver, max_steps=3)
-
-    def in_a_program():
-        jax.jit(lambda data: gnlin.solve(network(), data, solver, max_steps=3).loss)(data)
+        histories.append(gnlin.solve(network(), data, solver, max_steps=3).history)
 
     def by_fit():
         gnlin.fit(network(), data, solver, steps=3, loss=gnlin.SquaredError("sum"))
@@ -894,8 +808,10 @@ def test_verbose_prints_each_step(capfd):
         fn = lambda y, x: jax.vmap(eqx.combine(y, static))(x) - T
         optx.least_squares(fn, solver, y, X, max_steps=3, throw=False)
 
-    for run in (by_solve, in_a_program, by_fit, by_optimistix):
-        np.testing.assert_allclose(told_of(run, capfd), expected, 1e-5, err_msg=run)
+    for run in (by_solve, by_fit, by_optimistix):
+        told = told_of(run, capfd)
+        expected = np.transpose([histories[0][name] for name in names])
+        np.testing.assert_allclose(told, expected, 1e-5, err_msg=run)
 
 
 def test_verbose_as_optimistix_calls_it():
