@@ -8,7 +8,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 import scipy.optimize
-from problems import each_once
+from problems import least_squares, rosenbrock
 
 import gnlin
 from gnlin._linearisation._bounds import Box
@@ -43,8 +43,12 @@ def linear_problems(m, n, number):
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *each_once(list(SOLVERS), [(20, 5), (8, 8), (6, 10), (9, 1), (1, 1)]),
         ("levenberg-marquardt", (6, 10)),
+        ("gauss-newton", (8, 8)),
+        ("damped", (20, 5)),
+        ("damped, by the kernel", (9, 1)),
+        ("truncated", (1, 1)),
+        ("by steps", (20, 5)),
     ],
 )
 def test_a_linear_problems_constrained_minimum(name, shape):
@@ -63,7 +67,7 @@ def test_a_linear_problems_constrained_minimum(name, shape):
         assert np.all((lower <= ours) & (ours <= upper))
 
 
-@pytest.mark.parametrize("name", ["kowalik_osborne-4", "bard-3", "box-3"])
+@pytest.mark.parametrize("name", ["kowalik_osborne-4", "box-3"])
 def test_a_parameter_at_its_bound_stays_there(name):
     """Otherwise rounding would leave no step that lowers the loss, and the run would
     fail."""
@@ -81,7 +85,7 @@ def test_a_parameter_at_its_bound_stays_there(name):
     assert np.any(y == upper)
 
 
-@pytest.mark.parametrize("shape", [(12, 4), (30, 12), (6, 12)])
+@pytest.mark.parametrize("shape", [(30, 12), (6, 12)])
 def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
     """Count in the compiled trial: the loop over faces contains no factorisation."""
     m, p = shape
@@ -120,8 +124,9 @@ def test_few_steps_where_many_bounds_are_active():
         assert solution.stats["num_feature_updates"] <= 5
 
 
-@pytest.mark.parametrize("name", ["gauss-newton", "damped"])
-@pytest.mark.parametrize(("m", "p", "number"), [(40, 20, 8), (150, 110, 2)])
+@pytest.mark.parametrize(
+    ("name", "m", "p", "number"), [("damped", 40, 20, 8), ("gauss-newton", 150, 110, 2)]
+)
 def test_ill_conditioned_problems_where_half_of_the_bounds_are_active(name, m, p, number):
     """Against SciPy. Steps that hold all violated parameters at once would cycle or jam
     here, and a path that misses a bound by rounding would end as NaN."""
@@ -148,29 +153,29 @@ def test_ill_conditioned_problems_where_half_of_the_bounds_are_active(name, m, p
         np.testing.assert_allclose(ours.value, theirs.x, atol=1e-7)
 
 
-def rosenbrock(y, args):
-    return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
+@jax.jit
+def rosenbrock_between(lower, upper, start):
+    """One program for all bounds."""
+    solver = gnlin.LevenbergMarquardt(bounds=(lower, upper))
+    return optx.least_squares(rosenbrock, solver, start, max_steps=3000, throw=False)
 
 
 @pytest.mark.parametrize(
-    ("name", "bounds"),
+    ("lower", "upper"),
     [
-        ("levenberg-marquardt", (None, 0.5)),
-        ("levenberg-marquardt", ([-1.5, 0.3], None)),
-        ("levenberg-marquardt", ([0.0, 0.0], [0.0, 2.0])),  # a parameter that stays
-        ("damped", (-2.0, [0.2, np.inf])),
+        (-np.inf, 0.5),
+        ([-1.5, 0.3], np.inf),
+        ([0.0, 0.0], [0.0, 2.0]),  # a parameter that stays
+        (-2.0, [0.2, np.inf]),
     ],
 )
-def test_rosenbrock(name, bounds):
-    lower, upper = (jnp.asarray(b) if isinstance(b, list) else b for b in bounds)
-    low = np.broadcast_to(-np.inf if lower is None else lower, 2)
-    high = np.broadcast_to(np.inf if upper is None else upper, 2)
+def test_rosenbrock(lower, upper):
+    low, high = (np.broadcast_to(np.asarray(b, float), 2) for b in (lower, upper))
     start = np.clip([-1.2, 1.0], low, high)
-    solver = SOLVERS[name](bounds=(lower, upper))
-    solution = optx.least_squares(rosenbrock, solver, jnp.asarray(start), max_steps=3000)
+    solution = rosenbrock_between(low, high, start)
     room = np.where(low == high, 1e-15, 0)
     reference = scipy.optimize.least_squares(
-        lambda y: np.asarray(rosenbrock(y, None)),
+        lambda y: np.array([10 * (y[1] - y[0] ** 2), 1 - y[0]]),
         start,
         bounds=(low - room, high + room),
         xtol=1e-15,
@@ -193,10 +198,10 @@ def test_the_function_is_never_asked_beyond():
 
 
 def test_infinite_bounds_have_no_effect():
-    start = jnp.array([-1.2, 1.0])
-    without = optx.least_squares(rosenbrock, gnlin.LevenbergMarquardt(), start)
-    solver = gnlin.LevenbergMarquardt(bounds=(-jnp.inf, jnp.inf))
-    infinite = optx.least_squares(rosenbrock, solver, start)
+    start = np.array([-1.2, 1.0])
+    solver = gnlin.LevenbergMarquardt()
+    without = least_squares(rosenbrock, solver, start, max_steps=3000)
+    infinite = rosenbrock_between(np.full(2, -np.inf), np.full(2, np.inf), start)
     np.testing.assert_allclose(infinite.value, without.value, rtol=1e-12)
     assert infinite.stats["num_steps"] == without.stats["num_steps"]
 
@@ -223,24 +228,13 @@ def test_bounds_on_part_of_a_dictionary():
 
 
 def test_many_bounds_in_one_program():
-    num_traced = 0
-
-    def residuals(y, args):
-        nonlocal num_traced
-        num_traced += 1
-        return rosenbrock(y, args)
-
-    @jax.jit
-    @jax.vmap
-    def run(upper):
-        solver = gnlin.LevenbergMarquardt(bounds=(None, upper))
-        return optx.least_squares(residuals, solver, jnp.array([-1.2, 1.0])).value
-
-    values = run(jnp.array([0.2, 0.5, jnp.inf]))
+    upper = np.array([[0.2, 0.2], [0.5, 0.5], [np.inf, np.inf]])
+    run = lambda upper: rosenbrock_between(np.full(2, -np.inf), upper, np.ones(2) / 5)
+    values = jax.vmap(run)(upper).value
     np.testing.assert_allclose(values[:, 0], [0.2, 0.5, 1.0], rtol=1e-6)
-    before = num_traced
-    run(jnp.array([0.1, 0.4, 0.7]))
-    assert num_traced == before
+    before = rosenbrock_between._cache_size()
+    run(np.array([0.4, 0.7]))
+    assert rosenbrock_between._cache_size() == before
 
 
 def test_in_single_precision():
@@ -257,7 +251,6 @@ def test_in_single_precision():
     "solver",
     [
         gnlin.LevenbergMarquardt(bounds=(0.0, 0.3)),
-        gnlin.DampedGaussNewton(1.0, bounds=(0.0, 0.3)),
         gnlin.IterativeLinearisation(5, 0.1, bounds=(0.0, 0.3)),
     ],
 )
@@ -318,13 +311,8 @@ def test_errors_of_bounds_through_optimistix(bounds, message):
 
 
 def test_empty_traced_bounds_end_as_not_finite():
-    def run(lower):
-        solver = gnlin.LevenbergMarquardt(bounds=(lower, 0.0))
-        start = jnp.array([-1.2, 1.0])
-        return optx.least_squares(rosenbrock, solver, start, throw=False).result
-
-    result = jax.jit(run)(1.0)
-    assert result == optx.RESULTS.nonfinite
+    end = rosenbrock_between(np.ones(2), np.zeros(2), np.array([-1.2, 1.0]))
+    assert end.result == optx.RESULTS.nonfinite
 
 
 def test_the_curvature_between_bounds_is_summed_over_parts():
@@ -356,19 +344,14 @@ def test_the_curvature_between_bounds_is_summed_over_parts():
     ],
 )
 def test_many_bounds_that_bind(solver):
-    """Against SciPy. Half of 300 parameters end at a bound, and are held many at a
+    """Against SciPy. Half of 100 parameters end at a bound, and are held many at a
     time."""
     rng = np.random.default_rng(0)
-    matrix, b = rng.normal(size=(400, 300)), 8 * rng.normal(size=400)
+    matrix, b = rng.normal(size=(130, 100)), 8 * rng.normal(size=130)
     exact = scipy.optimize.lsq_linear(matrix, b, (0, 1), method="bvls", tol=1e-14).x
-    assert np.sum((exact == 0) | (exact == 1)) > 150
-    solution = optx.least_squares(
-        lambda y, data: data[0] @ y - data[1],
-        solver,
-        jnp.full(300, 0.5),
-        (jnp.asarray(matrix), jnp.asarray(b)),
-        max_steps=50,
-    )
+    assert np.sum((exact == 0) | (exact == 1)) > 50
+    args = jnp.asarray(matrix), jnp.asarray(b)
+    solution = least_squares(linear, solver, jnp.full(100, 0.5), args, max_steps=50)
     np.testing.assert_allclose(solution.value, exact, atol=1e-7)
     assert solution.stats["num_steps"] < 20
 

@@ -3,7 +3,6 @@
 import math
 import warnings
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +12,9 @@ import pytest
 from problems import (
     as_jax,
     descent_step,
-    each_pair,
     gauss_newton_step,
     least_squares,
     literal_loop,
-    SHAPES,
     sines,
     sines_data,
     sines_numpy,
@@ -58,8 +55,8 @@ def test_k_literal_steps(shape, momentum, method):
         assert int(solution.stats["num_feature_updates"]) == 2
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_shape(shape):
+@pytest.mark.parametrize("shape", [(1, 3), (5, 1)])
+def test_one_residual_or_one_parameter(shape):
     y, args = sines_data(shape)
     solver = gnlin.IterativeLinearisation(50, 0.05)
     solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
@@ -69,8 +66,17 @@ def test_every_shape(shape):
 
 def test_a_hundred_thousand_literal_steps():
     y, args = sines_data((7, 3))
+    r, jacobian = sines_numpy(y, args)
+
+    @jax.jit
+    def literal(learning_rate):
+        def step(_, delta):
+            return delta - learning_rate * (jacobian.T @ (r + jacobian @ delta))
+
+        return jax.lax.fori_loop(0, 10**5, step, jnp.zeros(3))
+
     for learning_rate in (1e-5, 0.05):
-        expected = literal_loop(with_literal_steps(10**5, learning_rate), y, args, 1)
+        expected = y + literal(learning_rate)
         for method in ("svd", "eigh", "matrix-free"):
             solver = gnlin.IterativeLinearisation(10**5, learning_rate, method=method)
             solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
@@ -79,7 +85,7 @@ def test_a_hundred_thousand_literal_steps():
 
 @pytest.mark.parametrize(
     ("method", "momentum"),
-    [("matrix-free", 0.0), ("matrix-free", 0.5), ("auto", 0.5)],
+    [("matrix-free", 0.5), ("auto", 0.0)],
 )
 def test_python_numbers_and_few_literal_steps(method, momentum):
     y, args = sines_data((7, 3))
@@ -99,18 +105,8 @@ def test_python_numbers_and_few_literal_steps(method, momentum):
         )
 
 
-def test_a_period_of_one_is_gradient_descent_on_the_model():
-    y, args = as_jax(sines_data((7, 3)))
-    solver = gnlin.IterativeLinearisation(1, 0.05)
-    solution = least_squares(sines, solver, y, args, max_steps=20)
-    gradient = jax.jit(jax.grad(lambda y: 0.5 * jnp.sum(sines(y, args) ** 2)))
-    for _ in range(20):
-        y = y - 0.05 * gradient(y)
-    np.testing.assert_allclose(solution.value, y, rtol=1e-12)
-
-
-@pytest.mark.parametrize("momentum", [0.5, 0.95])
-def test_heavy_ball_matches_optax(momentum):
+def test_heavy_ball_matches_optax():
+    momentum = 0.95
     y, args = as_jax(sines_data((7, 3)))
     lin = gnlin.linearise(sines, y, args)
     optimiser = optax.sgd(0.05, momentum)
@@ -136,7 +132,7 @@ def test_heavy_ball_matches_optax(momentum):
 
 @pytest.mark.parametrize(
     ("period", "momentum", "shape"),
-    each_pair([math.inf, jnp.asarray(jnp.inf)], [0.0, 0.9], [TALL, WIDE]),
+    [(math.inf, 0.9, TALL), (jnp.asarray(jnp.inf), 0.0, WIDE)],
 )
 def test_an_infinite_period_is_one_feature_update(period, momentum, shape):
     y, args = sines_data(shape)
@@ -180,12 +176,12 @@ def test_an_infinite_period_ends_without_a_spectrum(period, shape):
 
 @pytest.mark.parametrize(
     ("method", "momentum", "period"),
-    [("svd", 0.5, 10**8 + 1), ("eigh", 0.0, 10**8 + 1), ("eigh", 0.5, 10**8)],
+    [("svd", 0.5, 10**8 + 1), ("eigh", 0.0, 10**8)],
 )
 def test_divergence_is_reported_before_the_step_is_taken(method, period, momentum):
     y, args = as_jax(sines_data((7, 3)))
-    w = np.max(gnlin.linearise(sines, y, args).spectrum().eigenvalues)
-    edge = 2 * (1 + momentum) / float(w)
+    _, jacobian = sines_numpy(*jax.tree.map(np.asarray, (y, args)))
+    edge = 2 * (1 + momentum) / np.linalg.norm(jacobian, 2) ** 2
     for learning_rate, stable in ((0.999 * edge, True), (1.001 * edge, False)):
         solver = gnlin.IterativeLinearisation(
             jnp.asarray(period), learning_rate, momentum, method=method
@@ -242,21 +238,11 @@ def test_filter():
     assert solver.filter().momentum == 0.9
 
 
-def test_more_feature_updates_of_fewer_steps_fit_a_nonlinear_model_better():
-    y, args = as_jax(sines_data((7, 3), seed=5))
-    losses = []
-    for period, num_updates in ((1000, 1), (100, 10)):
-        solver = gnlin.IterativeLinearisation(period, 0.1)
-        solution = least_squares(sines, solver, y, args, max_steps=num_updates)
-        losses.append(float(jnp.sum(sines(solution.value, args) ** 2)))
-    assert losses[1] < losses[0]
-
-
 STEPS = [1, 2, 10, 100]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_the_path_of_the_inner_steps(momentum):
+def test_the_path_of_the_inner_steps():
+    momentum = 0.5
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
     solver = gnlin.IterativeLinearisation(10, 0.05, momentum)
@@ -293,25 +279,26 @@ def test_a_period_is_the_same_number_as_a_float():
 
 def test_many_literal_steps_are_announced():
     """They are traced only, since they would take minutes."""
-    model = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    model = (lambda w, x: w @ x), jnp.ones((3, 2))
     data, loss = (jnp.ones((5, 2)), jnp.zeros(5, int)), gnlin.SoftmaxCrossEntropy()
 
-    def lowered(**settings):
+    def traced(**settings):
         solver = gnlin.IterativeLinearisation(10**6, 1e-5, **settings)
         run = lambda data: gnlin.solve(model, data, solver, loss=loss, max_steps=1).loss
-        return jax.jit(run).lower(data)
+        return jax.eval_shape(run, data)
 
     with pytest.warns(UserWarning, match='takes 1,000,000 steps one by one .*"flow"'):
-        lowered()
+        traced()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lowered(method="flow")
-        lowered(form="quadratic")
+        traced(method="flow")
+        traced(form="quadratic")
 
 
-@pytest.mark.parametrize("method", ["auto", "flow"])
-@pytest.mark.parametrize("period", [10**30, 1e30, 10**400], ids=["int", "float", "huge"])
-def test_a_huge_period_is_an_infinite_one(period, method):
+@pytest.mark.parametrize(
+    ("method", "period"), [("auto", 10**30), ("flow", 1e30), ("flow", 10**400)]
+)
+def test_a_huge_period_is_an_infinite_one(method, period):
     def run(period):
         solver = gnlin.IterativeLinearisation(period, 0.1, method=method)
         line = lambda p, x: p[0] * x + p[1], jnp.ones(2)

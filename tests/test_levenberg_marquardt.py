@@ -30,12 +30,10 @@ VARIANTS = {
     "marquardt": gnlin.LevenbergMarquardt(scaling="marquardt"),
     "identity": gnlin.LevenbergMarquardt(scaling="identity"),
     "no acceleration": gnlin.LevenbergMarquardt(acceleration=False),
-    "eigh": gnlin.LevenbergMarquardt(method="eigh"),
     "kernel": gnlin.LevenbergMarquardt(method="kernel"),
     "curvature": gnlin.LevenbergMarquardt(method="curvature"),
     "matrix-free": gnlin.LevenbergMarquardt(scaling="identity", method="matrix-free"),
 }
-variants = pytest.mark.parametrize("solver", VARIANTS.values(), ids=VARIANTS)
 
 
 #
@@ -60,11 +58,9 @@ def first_step(r, jacobian, second, *, relative, scaled, accelerated):
     ("shape", "accelerated", "scaling", "method"),
     [
         ((7, 3), True, "more", "svd"),
-        ((7, 3), False, "marquardt", "svd"),
-        ((7, 3), True, "identity", "eigh"),
+        ((7, 3), False, "marquardt", "eigh"),
         ((7, 3), False, "more", "curvature"),
-        ((3, 7), True, "marquardt", "kernel"),
-        ((3, 7), False, "identity", "kernel"),
+        ((3, 7), True, "identity", "kernel"),
     ],
 )
 def test_first_step(shape, accelerated, scaling, method):
@@ -88,23 +84,23 @@ def test_first_step(shape, accelerated, scaling, method):
 
 def test_a_rejected_trial_is_more_damped_and_leaves_the_point():
     """From a far start, each outer step ends below the loss at which it began."""
-    y = jnp.asarray([-1.2, 1.0])
+    y = np.array([-1.2, 1.0])
+    residuals = lambda y: np.array([10 * (y[1] - y[0] ** 2), 1 - y[0]])
     solver = gnlin.LevenbergMarquardt(damping=1e-8, scaling="more", acceleration=False)
-    solution = least_squares(rosenbrock, solver, y, max_steps=1)
+    solution = least_squares(rosenbrock, solver, jnp.asarray(y), max_steps=1)
     rejected = int(solution.stats["num_rejected_steps"])
     assert rejected > 0
     assert int(solution.stats["num_accepted_steps"]) == 1
     assert int(solution.stats["num_feature_updates"]) == 1
     # The damping is doubled, then times 4, 8, ...: it has been found from the outside.
-    r = np.asarray(rosenbrock(y, None))
-    jacobian = np.asarray(jax.jacobian(rosenbrock)(y, None))
+    r, jacobian = residuals(y), np.array([[-20 * y[0], 10.0], [-1.0, 0.0]])
     scale = np.linalg.norm(jacobian, axis=0)
     gradient = jacobian.T @ r / scale
     pushed = (jacobian / scale) @ gradient
     damping = 1e-8 * (pushed @ pushed) / (gradient @ gradient)
     for i in range(rejected + 1):
         step = damped_step(r, jacobian, damping, scale)
-        after = half_squares(np.asarray(rosenbrock(y + step, None)))
+        after = half_squares(residuals(y + step))
         assert (after < half_squares(r)) == (i == rejected)
         damping *= 2 ** (i + 1)
     np.testing.assert_allclose(solution.value, y + step, rtol=1e-9)
@@ -119,16 +115,9 @@ class Valley(eqx.Module):
         return rosenbrock(self.y, None) + 0 * x
 
 
-@pytest.mark.parametrize(
-    "solver",
-    [
-        gnlin.LevenbergMarquardt(),
-        gnlin.LevenbergMarquardt(acceleration=False, scaling="identity"),
-    ],
-)
-def test_the_loss_never_increases(solver):
-    data = (jnp.zeros((1, 1)), jnp.zeros((1, 2)))
-    solution = gnlin.solve(Valley(jnp.asarray([-1.2, 1.0])), data, solver)
+def test_the_loss_never_increases():
+    start, data = Valley(jnp.asarray([-1.2, 1.0])), (jnp.zeros((1, 1)), jnp.zeros((1, 2)))
+    solution = gnlin.solve(start, data, gnlin.LevenbergMarquardt())
     loss = np.append(solution.history.loss, solution.loss)
     assert np.all(np.diff(loss) <= 1e-12 * loss[:-1])
     assert loss[-1] < 1e-20
@@ -139,34 +128,33 @@ def test_the_loss_never_increases(solver):
 #
 
 
-@variants
-def test_rosenbrock(solver):
-    solution = least_squares(rosenbrock, solver, jnp.asarray([-1.2, 1.0]))
-    assert solution.result == optx.RESULTS.successful
-    np.testing.assert_allclose(solution.value, 1, rtol=1e-8)
-    assert int(solution.stats["num_rejected_steps"]) > 0
-    assert int(solution.stats["num_steps"]) < 60
+def scaled_rosenbrock(y, scale):
+    return scale * rosenbrock(y, None)
 
 
-@pytest.mark.parametrize("name", ["default", "no acceleration", "matrix-free"])
-def test_powell_singular(name):
+@pytest.mark.parametrize("name", ["default", "marquardt", "curvature", "matrix-free"])
+def test_rosenbrock_in_any_units_of_the_residuals(name):
+    for scale in (1.0, 1e-6, 1e6):
+        start = jnp.asarray([-1.2, 1.0])
+        solution = least_squares(
+            scaled_rosenbrock, VARIANTS[name], start, jnp.asarray(scale)
+        )
+        assert solution.result == optx.RESULTS.successful
+        np.testing.assert_allclose(solution.value, 1, rtol=1e-8)
+        assert int(solution.stats["num_rejected_steps"]) > 0
+        assert int(solution.stats["num_steps"]) < 60
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_powell_singular(dtype):
     """The Jacobian is singular at the solution, 0: convergence is linear only."""
-    start = jnp.asarray([3.0, -1.0, 0.0, 1.0])
-    solution = least_squares(powell_singular, VARIANTS[name], start, max_steps=1000)
+    start = jnp.asarray([3.0, -1.0, 0.0, 1.0], dtype)
+    solver = gnlin.LevenbergMarquardt()
+    solution = least_squares(powell_singular, solver, start, max_steps=1000)
+    assert solution.value.dtype == dtype
     assert solution.result == optx.RESULTS.successful
-    assert np.linalg.norm(powell_singular(solution.value, None)) < 1e-8
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-def test_units_of_the_residuals(scale):
-    def fn(y, args):
-        return args * rosenbrock(y, None)
-
-    solution = least_squares(
-        fn, gnlin.LevenbergMarquardt(), jnp.asarray([-1.2, 1.0]), jnp.asarray(scale)
-    )
-    assert solution.result == optx.RESULTS.successful
-    np.testing.assert_allclose(solution.value, 1, rtol=1e-8)
+    size = np.linalg.norm(powell_singular(solution.value, None))
+    assert size < (1e-3 if dtype == jnp.float32 else 1e-8)
 
 
 def test_wide():
@@ -185,7 +173,6 @@ def test_wide():
         ("default", (6, 4)),
         ("kernel", (6, 4)),
         ("curvature", (4, 6)),
-        ("matrix-free", (4, 6)),
     ],
 )
 def test_rank_deficient(name, shape):
@@ -199,11 +186,9 @@ def test_rank_deficient(name, shape):
     assert np.linalg.norm(solution.value) < 1e3
 
 
-@pytest.mark.parametrize("name", ["marquardt", "kernel"])
-def test_the_same_minimum_as_scipy(name):
-    solver = VARIANTS[name]
+def test_the_same_minimum_as_scipy():
     y, args = sines_data((7, 3), seed=5)
-    solution = least_squares(sines, solver, *as_jax((y, args)))
+    solution = least_squares(sines, VARIANTS["default"], *as_jax((y, args)))
     expected = scipy.optimize.least_squares(
         lambda y: sines_numpy(y, args)[0],
         y,
@@ -213,9 +198,18 @@ def test_the_same_minimum_as_scipy(name):
         gtol=1e-15,
     )
     assert solution.result == optx.RESULTS.successful
-    # On the side of the outputs a tall problem is singular without damping.
-    rtol = 1e-3 if solver.method == "kernel" else 1e-6
-    np.testing.assert_allclose(solution.value, expected.x, rtol=rtol)
+    np.testing.assert_allclose(solution.value, expected.x, rtol=1e-6)
+
+
+def test_counts():
+    y, args = as_jax(sines_data((7, 3), seed=5))
+    solver = gnlin.LevenbergMarquardt()
+    stats = least_squares(sines, solver, y, args, max_steps=4).stats
+    trials = int(stats["num_accepted_steps"]) + int(stats["num_rejected_steps"])
+    assert int(stats["num_feature_updates"]) == 4
+    # Rows by forward mode: accelerations take evaluations and no passes.
+    assert float(stats["num_jvps"]) == 4 * 3
+    assert trials >= 4
 
 
 def test_a_parameter_without_influence_stays():
@@ -235,10 +229,8 @@ def test_it_converges_where_gauss_newton_does_not():
     def fn(y, args):
         return jnp.arctan(y)
 
-    far = jnp.asarray([3.0])
-    gauss_newton = least_squares(fn, gnlin.GaussNewton(), far, max_steps=8)
-    assert not np.abs(gauss_newton.value) < 3
-    solution = least_squares(fn, gnlin.LevenbergMarquardt(), far)
+    assert np.arctan(3.0) * (1 + 3.0**2) > 2 * 3
+    solution = least_squares(fn, gnlin.LevenbergMarquardt(), jnp.asarray([3.0]))
     assert solution.result == optx.RESULTS.successful
     np.testing.assert_allclose(solution.value, 0, atol=1e-9)
 
@@ -248,7 +240,7 @@ def test_success_is_claimed_at_stationary_points_only():
     start = jnp.asarray([-1.2, 1.0])
     for first in (1e3, 1e8, 1e12):
         solver = gnlin.LevenbergMarquardt(damping=first)
-        solution = least_squares(rosenbrock, solver, start, max_steps=1000)
+        solution = least_squares(scaled_rosenbrock, solver, start, jnp.asarray(1.0))
         if solution.result == optx.RESULTS.successful:
             np.testing.assert_allclose(solution.value, 1, rtol=1e-6)
     assert solution.result == optx.RESULTS.successful
@@ -263,20 +255,6 @@ def test_without_finite_steps_the_run_does_not_succeed():
     solution = least_squares(fn, gnlin.LevenbergMarquardt(), jnp.ones(2))
     assert solution.result != optx.RESULTS.successful
     np.testing.assert_array_equal(solution.value, 1)
-
-
-@pytest.mark.parametrize("problem", [rosenbrock, powell_singular])
-def test_single_precision(problem):
-    start = {rosenbrock: [-1.2, 1.0], powell_singular: [3.0, -1.0, 0.0, 1.0]}[problem]
-    solution = least_squares(
-        problem,
-        gnlin.LevenbergMarquardt(),
-        jnp.asarray(start, jnp.float32),
-        max_steps=500,
-    )
-    assert solution.value.dtype == jnp.float32
-    assert solution.result == optx.RESULTS.successful
-    assert np.linalg.norm(problem(solution.value, None)) < 1e-3
 
 
 def test_acceleration_shortens_the_way_through_a_narrow_valley():
@@ -298,80 +276,41 @@ def test_acceleration_shortens_the_way_through_a_narrow_valley():
     assert 3 * steps[0] < steps[1]
 
 
-def test_counts():
-    y, args = as_jax(sines_data((7, 3), seed=5))
-    solver = gnlin.LevenbergMarquardt()
-    stats = least_squares(sines, solver, y, args, max_steps=4).stats
-    trials = int(stats["num_accepted_steps"]) + int(stats["num_rejected_steps"])
-    assert int(stats["num_feature_updates"]) == 4
-    # Rows by forward mode: accelerations take evaluations and no passes.
-    assert float(stats["num_jvps"]) == 4 * 3
-    assert trials >= 4
-    plain = gnlin.LevenbergMarquardt(acceleration=False)
-    stats = least_squares(sines, plain, y, args, max_steps=4).stats
-    assert float(stats["num_jvps"]) == 4 * 3
-
-
 #
 # The verdict
 #
 
 
-def freudenstein_roth(y, args):
-    a, b = y
-    return jnp.stack([-13 + a + ((5 - b) * b - 2) * b, -29 + a + ((b + 1) * b - 14) * b])
-
-
-def jennrich_sampson(y, args):
-    i = jnp.arange(1.0, 11.0)
-    return 2 + 2 * i - (jnp.exp(i * y[0]) + jnp.exp(i * y[1]))
-
-
-# Minima whose residual is large, and whose Jacobian is singular or nearly so there.
-LARGE_RESIDUAL = {
-    "freudenstein-roth": (freudenstein_roth, [0.5, -2.0]),
-    "jennrich-sampson": (jennrich_sampson, [0.3, 0.4]),
-    "quartic": (lambda y, args: 1 + y**4, [1.0]),
-    "large constant": (lambda y, args: 1e3 + y**2, [1e-3]),
-}
-
-
 @pytest.mark.parametrize(
-    ("problem", "name"),
-    [
-        ("freudenstein-roth", "identity"),
-        ("jennrich-sampson", "no acceleration"),
-        ("quartic", "default"),
-        ("large constant", "default"),
-    ],
+    ("fn", "start"),
+    [(lambda y, args: 1 + y**4, 1.0), (lambda y, args: 1e3 + y**2, 1e-3)],
+    ids=["quartic", "large constant"],
 )
-def test_a_minimum_with_a_large_residual_is_success(problem, name):
-    fn, start = LARGE_RESIDUAL[problem]
-    solution = least_squares(fn, VARIANTS[name], jnp.asarray(start))
-    loss = jax.jit(lambda y: 0.5 * jnp.sum(fn(y, None) ** 2))
-    reference = scipy.optimize.minimize(loss, start, tol=1e-12)
-    r = np.asarray(fn(solution.value, None))
-    assert half_squares(r) <= reference.fun * (1 + 1e-9)
+def test_a_minimum_with_a_large_residual_is_success(fn, start):
+    """The Jacobian is singular there."""
+    solution = least_squares(fn, VARIANTS["default"], jnp.array([start]))
+    assert half_squares(np.asarray(fn(solution.value, None))) <= half_squares(
+        np.asarray(fn(np.zeros(1), None))
+    ) * (1 + 1e-9)
     assert solution.result == optx.RESULTS.successful
 
 
 @pytest.mark.parametrize(
     ("name", "fn"),
     [
-        # a kink at the minimum, a function with steps, and a wrong derivative
-        ("default", lambda y, args: 1 + jnp.abs(y - 1)),
+        # a function with steps, a wrong derivative, and a kink at the minimum
         ("default", lambda y, args: jnp.floor(10 * y) / 10 + 1e-3 * y + 2),
         ("default", lambda y, args: jax.lax.stop_gradient(-2 * y) + y + 5),
         ("identity", lambda y, args: 1 + jnp.abs(y - 1)),
     ],
-    ids=["kink", "steps", "wrong derivative", "kink, identity"],
+    ids=["steps", "wrong derivative", "kink, identity"],
 )
 def test_without_a_descent_step_the_run_does_not_succeed(fn, name):
     solution = least_squares(fn, VARIANTS[name], jnp.array([3.0]))
     assert solution.result == optx.RESULTS.stagnation
 
 
-@pytest.mark.parametrize("method", ["svd", "kernel", "matrix-free"])
+@pytest.mark.parametrize("method", ["svd", "matrix-free"])
 def test_an_enormous_damping_is_not_convergence(method):
     solver = gnlin.LevenbergMarquardt(scaling="identity", damping=1e14, method=method)
     solution = least_squares(lambda y, args: jnp.exp(y) - 2, solver, jnp.array([3.0]))
@@ -391,8 +330,10 @@ def test_an_exact_prediction_lowers_the_damping_by_ten():
     nielsen = gnlin.LevenbergMarquardt(damping=1e-3)
     matrix = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
     fn = lambda y, a: a @ y - 1
-    ends = [least_squares(fn, nielsen, jnp.zeros(3), matrix, max_steps=n) for n in (1, 2)]
-    first, second = (float(end.state.report.damping) for end in ends)
+    end = least_squares(
+        fn, nielsen, jnp.zeros(3), matrix, max_steps=2, options={"history": 2}
+    )
+    first, second = end.stats["history"]["damping"]
     np.testing.assert_allclose(second / first, 1 / 10)
 
 
@@ -433,15 +374,15 @@ def test_across_batches_it_never_ends_as_diverged():
 def test_rows_that_do_not_fit_where_their_factors_do():
     """The default scaling needs the rows, and manages without them."""
     model = eqx.nn.MLP(60, 1, 60, 1, jnp.tanh, key=jax.random.key(0), dtype=float)
-    x = jax.random.normal(jax.random.key(1), (60, 60))
+    x = np.random.default_rng(0).normal(size=(60, 60))
     solver = gnlin.LevenbergMarquardt(memory_budget=200_000)
-    solution = gnlin.solve(model, (x, jnp.sin(x[:, :1])), solver, max_steps=10)
+    solution = gnlin.solve(model, (x, np.sin(x[:, :1])), solver, max_steps=10)
     assert solution.loss < 0.1 * solution.history.loss[0]
 
 
 def test_conjugate_gradients_that_cannot_converge_have_a_limit():
     """A classifier with singular values over twenty decades in single precision."""
-    n = 300
+    n = 200
     rng = np.random.default_rng(0)
     left, right = (np.linalg.qr(rng.normal(size=(n, n)))[0] for _ in range(2))
     a = jnp.asarray(left * np.logspace(2, -18, n) @ right, jnp.float32)

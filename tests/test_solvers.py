@@ -68,9 +68,6 @@ SOLVERS = {
     ),
 }
 LM = {"levenberg-marquardt": (gnlin.LevenbergMarquardt(), None)}
-every_solver = pytest.mark.parametrize(
-    "solver", [solver for solver, _ in (SOLVERS | LM).values()], ids=SOLVERS | LM
-)
 FEW = ["gauss-newton", "truncated", "iterative linearisation", "levenberg-marquardt"]
 few_solvers = pytest.mark.parametrize(
     "solver", [(SOLVERS | LM)[name][0] for name in FEW], ids=FEW
@@ -159,8 +156,6 @@ def test_order_of_parameters_and_rotation_of_residuals_do_not_matter(solver, see
 
 SCALED = {
     "damped, marquardt": gnlin.DampedGaussNewton(0.3, scaling="marquardt"),
-    "damped, more": gnlin.DampedGaussNewton(0.3, scaling="more"),
-    "lm, marquardt": gnlin.LevenbergMarquardt(scaling="marquardt"),
     "lm, more": gnlin.LevenbergMarquardt(scaling="more"),
 }
 
@@ -196,7 +191,7 @@ def test_without_scaling_units_do_matter():
 #
 
 
-@every_solver
+@few_solvers
 def test_converges_to_a_stationary_point(solver):
     y, args = sines_data((7, 3), seed=5)
     solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=3000)
@@ -239,7 +234,7 @@ def test_squares_that_underflow_are_no_success(solver):
     assert not result_is(solution, "successful")
 
 
-@every_solver
+@few_solvers
 def test_a_vanishing_gradient_ends_with_success(solver):
     """The residual is constant: nothing can be gained, and nothing may divide by zero."""
     args = as_jax((np.zeros((7, 3)), np.ones(7)))
@@ -248,21 +243,19 @@ def test_a_vanishing_gradient_ends_with_success(solver):
     np.testing.assert_array_equal(solution.value, np.ones(3))
 
 
-@pytest.mark.parametrize("solver", [gnlin.DampedGaussNewton(0.3)])
-def test_throw(solver):
+def test_throw():
+    solver = gnlin.DampedGaussNewton(0.3)
     y, args = as_jax(sines_data((7, 3)))
     with pytest.raises(RuntimeError, match="maximum number of steps"):
         optx.least_squares(sines, solver, y, args, max_steps=1, throw=True)
-    solution = optx.least_squares(sines, solver, y, args, max_steps=1, throw=False)
-    assert result_is(solution, "nonlinear_max_steps_reached")
 
 
 def sines_with_aux(y, args):
     return sines(y, args), {"point": y, "constant": 3}
 
 
-@two_solvers
-def test_aux_is_of_the_point_that_is_returned(solver):
+def test_aux_is_of_the_point_that_is_returned():
+    solver = gnlin.LevenbergMarquardt()
     y, args = as_jax(sines_data((7, 3)))
     solution = least_squares(sines_with_aux, solver, y, args, max_steps=3, has_aux=True)
     np.testing.assert_array_equal(solution.aux["point"], solution.value)
@@ -317,7 +310,6 @@ def root(y, args):
 FAR = {
     "gauss-newton": gnlin.GaussNewton(),
     "damped, curvature": gnlin.DampedGaussNewton(1e-8, method="curvature"),
-    "damped, more": gnlin.DampedGaussNewton(1e-8, scaling="more"),
     "truncated, matrix-free": gnlin.TruncatedGaussNewton(0.1, method="matrix-free"),
     "matrix-free": gnlin.IterativeLinearisation(1000, 0.5, method="matrix-free"),
     "infinite period": gnlin.IterativeLinearisation(math.inf, 0.5),
@@ -327,12 +319,9 @@ FAR_LM = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
     "lm, matrix-free": gnlin.LevenbergMarquardt(scaling="identity", method="matrix-free"),
 }
-all_solvers_far = pytest.mark.parametrize(
-    "solver", (FAR | FAR_LM).values(), ids=FAR | FAR_LM
-)
 
 
-@all_solvers_far
+@pytest.mark.parametrize("solver", (FAR | FAR_LM).values(), ids=FAR | FAR_LM)
 def test_residuals_not_finite_at_the_start_or_at_the_next_point(solver):
     for start in ([2.0, -1.0], [2.0, 0.0], [3.0, 2.0]):
         start = jnp.asarray(start)
@@ -351,8 +340,6 @@ def test_residuals_not_finite_at_the_start_or_at_the_next_point(solver):
         "gauss-newton",
         "damped, curvature",
         "truncated, matrix-free",
-        "infinite period",
-        "eigh",
         "levenberg-marquardt",
     ],
 )
@@ -457,8 +444,8 @@ def test_another_number_of_the_same_solver_does_not_compile_again(solvers):
     assert not np.allclose(values[0], values[1])
 
 
-@two_solvers
-def test_vmap_over_starts(solver):
+def test_vmap_over_starts():
+    solver = gnlin.LevenbergMarquardt()
     y, args = as_jax(sines_data((7, 3), seed=5))
     starts = jnp.stack([y, 0.5 * y, -y])
     together = jax.jit(
@@ -517,11 +504,11 @@ def test_single_precision(solver):
 
 
 def test_a_few_steps_in_single_precision():
-    solver, _ = SOLVERS["iterative linearisation"]
+    solver, step = SOLVERS["iterative linearisation"]
     y, args = sines_data((7, 3), seed=5)
     solution = least_squares(sines, solver, *as_jax((y, args), jnp.float32), max_steps=3)
-    double = least_squares(sines, solver, *as_jax((y, args)), max_steps=3)
-    np.testing.assert_allclose(solution.value, double.value, rtol=1e-3, atol=1e-4)
+    expected = literal_loop(step, y, args, 3)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
