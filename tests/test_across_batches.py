@@ -131,24 +131,21 @@ def test_levenberg_marquardt_does_not_scale_on_batches():
     x = np.random.default_rng(0).normal(size=(64, 3)) * [1.0, 10.0, 0.1]
     model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
 
-    def trained(batch_size, **scaling):
+    def trained(**scaling):
         solver = gnlin.LevenbergMarquardt(**scaling)
         result = gnlin.fit(
-            model, (x, x[:, :1]), solver, batch_size=batch_size, steps=4, progress=False
+            model, (x, x[:, :1]), solver, batch_size=16, steps=4, progress=False
         )
         return result.history["loss"]
 
-    np.testing.assert_array_equal(trained(16), trained(16, scaling="identity"))
-    # On all data the scalings are raced, and the scale of the inputs matters.
-    assert not np.allclose(trained(None), trained(None, scaling="identity"))
+    np.testing.assert_array_equal(trained(), trained(scaling="identity"))
 
 
-@pytest.mark.parametrize("scaling", ["more", "root"])
-def test_scales_on_batches_between_bounds(scaling):
+def test_scales_on_batches_between_bounds():
     """On a face the problem is solved again with the scales of the batch."""
     x = np.random.default_rng(0).normal(size=(64, 3))
     model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, dtype=float, key=jax.random.key(0))
-    solver = gnlin.LevenbergMarquardt(scaling=scaling, bounds=(-0.6, 0.6))
+    solver = gnlin.LevenbergMarquardt(scaling="root", bounds=(-0.6, 0.6))
     result = gnlin.fit(
         model, (x, x[:, :1]), solver, batch_size=16, steps=16, progress=False
     )
