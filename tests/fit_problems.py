@@ -89,6 +89,12 @@ def outer_steps(step, batches, num_steps, flat=START):
     return flat, np.array(losses)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _updated(optimiser, gradient, state, flat):
+    updates, state = updated(optimiser, gradient, state, flat)
+    return optax.apply_updates(flat, updates), state
+
+
 def inner_steps(
     optimiser,
     period,
@@ -104,7 +110,6 @@ def inner_steps(
 ):
     """(parameters, theta_s, losses) of optax on L(f(theta_s) + J (theta - theta_s))."""
     flat = point = np.asarray(flat)
-    update = jax.jit(functools.partial(updated, optimiser))
     state, losses = optimiser.init(flat), []
     for k in range(num_steps):
         x, targets = batches[k % len(batches)]
@@ -116,8 +121,8 @@ def inner_steps(
             _, at_point, hessian = loss(f, targets)
             gradient = at_point + hessian @ jacobian @ delta
         gradient = jacobian.T @ gradient + damping * delta
-        updates, state = update(gradient, state, flat)
-        flat = np.asarray(optax.apply_updates(flat, updates))
+        flat, state = _updated(optimiser, gradient, state, flat)
+        flat = np.asarray(flat)
         if (k + 1) % period == 0:
             point = flat
             state = optimiser.init(flat) if restart else state

@@ -243,7 +243,7 @@ def test_batches_of_few_examples():
     steps that suit many examples would. Nor does it freeze, as it would if each example
     that lost a little raised the damping."""
     images, labels = load_digits(return_X_y=True)
-    x, y = jnp.asarray(images[:600] / 16, jnp.float32), jnp.asarray(labels[:600])
+    x, y = jnp.asarray(images[:300] / 16, jnp.float32), jnp.asarray(labels[:300])
     model = eqx.nn.MLP(64, 10, 32, 1, dtype=x.dtype, key=jax.random.key(0))
     result = gnlin.fit(
         model,
@@ -279,15 +279,17 @@ def test_a_damping_too_small_for_the_precision_grows():
     assert result.history["loss"][-1] < 1e-3 * result.history["loss"][0]
 
 
-def test_losses_that_hover_are_no_reason_to_warn():
-    """Such losses occur in a run that begins where the last one ended."""
+@pytest.mark.parametrize("noise", [0.1, 0.0])
+def test_losses_that_hover_are_no_reason_to_warn(noise):
+    """Such losses occur in a run that begins where the last one ended, or at the
+    solution."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(200, 2))
-    data = x, x @ np.ones((2, 1)) + 0.1 * generator.normal(size=(200, 1))
+    data = x, x @ np.ones((2, 1)) + noise * generator.normal(size=(200, 1))
     model = (lambda w, x: w @ x), jnp.ones((1, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for seed in range(5):
+        for seed in range(5 if noise else 1):
             key = jax.random.key(seed)
             gnlin.fit(model, data, batch_size=20, steps=20, key=key, progress=False)
 
@@ -300,12 +302,6 @@ def test_losses_that_hover_are_no_reason_to_warn():
 ADAM = optax.adam(0.02)
 # Solver with a period, its optimiser, whether the optimiser restarts, and the damping
 DESCENTS = {
-    "plain": (
-        lambda k: gnlin.IterativeLinearisation(k, 0.05),
-        optax.sgd(0.05),
-        True,
-        0.0,
-    ),
     "momentum, damped": (
         lambda k: gnlin.IterativeLinearisation(k, 0.05, 0.9, damping=0.3),
         optax.sgd(0.05, 0.9),
@@ -315,12 +311,6 @@ DESCENTS = {
     "nesterov": (
         lambda k: gnlin.IterativeLinearisation(k, 0.05, 0.9, nesterov=True),
         optax.sgd(0.05, 0.9, nesterov=True),
-        True,
-        0.0,
-    ),
-    "adam": (
-        lambda k: gnlin.IterativeLinearisation(k, optimiser=ADAM),
-        ADAM,
         True,
         0.0,
     ),
@@ -420,8 +410,9 @@ def test_validation_of_the_network_and_of_its_linearisation():
         validate_every=1,
         metrics={"spread": spread},
     )
+    optimiser = optax.sgd(0.05)
     for k in range(8):
-        flat, point, _ = inner_steps(optax.sgd(0.05), 3, BATCHES, k + 1)
+        flat, point, _ = inner_steps(optimiser, 3, BATCHES, k + 1)
         f, jacobian = dense(point, X)
         columns = [f"validation_{name}" for name in ("loss", "spread")]
         loss, metric = by_hand(dense(flat, X)[0])
@@ -488,8 +479,7 @@ def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
     ("reduction", "wider", "weighted", "classes"),
     [
         ("mean", 12, True, False),
-        ("sum", 12, True, True),
-        ("mean", 8, False, True),
+        ("sum", 8, False, True),
     ],
 )
 def test_the_gradient_of_a_batch_and_the_curvature_of_more(
@@ -742,13 +732,9 @@ def loss_without_dropout(model):
     return 0.5 * jnp.mean(jnp.sum((f - T) ** 2, axis=1))
 
 
-@pytest.mark.parametrize("solver", ["damped", "descent"])
-def test_dropout(solver):
+def test_dropout():
     # Steps of length zero, so that losses differ only by dropout.
-    solver = {
-        "damped": gnlin.DampedGaussNewton(1e30),
-        "descent": gnlin.IterativeLinearisation(3, 1e-30),
-    }[solver]
+    solver = gnlin.IterativeLinearisation(3, 1e-30)
     model = Dropped(jax.random.key(0))
 
     def losses(key):
@@ -904,6 +890,9 @@ def test_single_precision():
     assert result.history["loss"][-3:].sum() < result.history["loss"][:3].sum()
 
 
+SHORT = gnlin.IterativeLinearisation(2, 0.05, method="matrix-free")
+
+
 class Images(eqx.Module):
     """A convolution, which does not mix dtypes, then batch normalisation."""
 
@@ -942,10 +931,10 @@ def test_half_precision_is_computed_with_in_single_precision(driver):
         every = {"loss": gnlin.SoftmaxCrossEntropy(), "state": state, "filter_spec": spec}
         data = images, labels
         if driver == "solve":
-            return gnlin.solve(model, data, max_steps=3, **every)
-        solver = [optax.adam(1e-2)] if driver == "optax" else []
+            return gnlin.solve(model, data, SHORT, max_steps=3, **every)
+        solver = optax.adam(1e-2) if driver == "optax" else SHORT
         every |= {"batch_size": 4, "epochs": 2, "validation": data}
-        return gnlin.fit(model, data, *solver, **every)
+        return gnlin.fit(model, data, solver, **every)
 
     half, single = trained(jnp.bfloat16), trained(jnp.float32)
     np.testing.assert_array_equal(half.history.loss, single.history.loss)
@@ -972,7 +961,7 @@ def test_a_batch_of_a_loader_may_have_no_weight():
     weights = np.ones(12)
     weights[4:8] = 0
     batches = [(x[k : k + 4], t[k : k + 4], weights[k : k + 4]) for k in (0, 4, 8)]
-    result = gnlin.fit(model, batches, epochs=2)
+    result = gnlin.fit(model, batches, gnlin.GaussNewton(), epochs=2)
     assert len(result.history.loss) == 6
     np.testing.assert_array_equal(result.history.loss[[1, 4]], 0)
     assert result.history.loss[3] < result.history.loss[0]
@@ -1089,31 +1078,23 @@ def test_a_run_without_a_step_is_told():
         of_large_inputs(gnlin.DampedGaussNewton(1e-9))
 
 
-def test_a_run_that_begins_at_the_solution_is_not_told(recwarn):
-    inputs = np.random.default_rng(0).normal(size=(20, 3))
-    model = lambda p, x: x @ p["w"], {"w": jnp.ones((3, 1))}
-    data = inputs, inputs @ np.ones((3, 1))
-    gnlin.fit(model, data, batch_size=10, steps=20, progress=False)
-    assert not recwarn.list
-
-
 @pytest.mark.parametrize("driver", ["fit", "solve"])
 def test_statistics_that_have_not_left_their_start_are_told(driver):
-    """After 20 steps with a momentum of 0.99 the running variances are mostly their
+    """After 20 steps with a momentum of 0.9 the running variances are mostly their
     initial value of 1, and validation is that of another network."""
+    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0), 0.9)
+    data = jax.random.normal(jax.random.key(1), (20, 3)) / 10, jnp.arange(20) % 2
+    options = {"loss": gnlin.SoftmaxCrossEntropy(), "state": state}
 
-    def trained(momentum):
-        made = eqx.nn.make_with_state(Normalised)
-        model, state = made(jax.random.key(0), momentum)
-        data = jax.random.normal(jax.random.key(1), (20, 3)) / 10, jnp.arange(20) % 2
-        options = {"loss": gnlin.SoftmaxCrossEntropy(), "state": state}
+    def train(steps):
         if driver == "fit":
-            return gnlin.fit(model, data, batch_size=10, steps=20, **options)
-        return gnlin.solve(model, data, max_steps=20, **options)
+            gnlin.fit(model, data, SHORT, batch_size=10, steps=steps, **options)
+        else:
+            gnlin.solve(model, data, SHORT, max_steps=steps, **options)
 
     with pytest.warns(UserWarning, match="% of the running variances .* momentum=0.9"):
-        trained(0.99)
-    trained(0.5)
+        train(20)
+    train(150)
 
 
 class Uncalled(Normalised):
@@ -1123,8 +1104,9 @@ class Uncalled(Normalised):
         return self.last(jnp.tanh(self.first(x))), state
 
 
-@pytest.mark.parametrize("driver", ["fit", "solve"])
-@pytest.mark.parametrize("given", ["no state", "the state of another model"])
+@pytest.mark.parametrize(
+    ("driver", "given"), [("fit", "the state of another model"), ("solve", "no state")]
+)
 def test_a_norm_without_its_state_does_not_end_a_run(driver, given):
     model = Uncalled(jax.random.key(0))
     _, state = eqx.nn.make_with_state(Uncalled)(jax.random.key(1))
@@ -1134,7 +1116,7 @@ def test_a_norm_without_its_state_does_not_end_a_run(driver, given):
         del options["state"]
     data = jax.random.normal(jax.random.key(1), (20, 3)), jnp.arange(20) % 2
     if driver == "fit":
-        ended = gnlin.fit(model, data, batch_size=10, steps=12, **options)
+        ended = gnlin.fit(model, data, SHORT, batch_size=10, steps=12, **options)
     else:
-        ended = gnlin.solve(model, data, max_steps=12, **options)
+        ended = gnlin.solve(model, data, SHORT, max_steps=12, **options)
     assert ended.stats["num_steps"] == 12

@@ -201,7 +201,6 @@ class Steps(Callback):
 _NORMALISED, _STATE = eqx.nn.make_with_state(Normalised)(jax.random.key(2))
 ADAM = optax.adam(0.02)
 RUNS = {
-    "descent": {},
     "momentum, metrics": {
         "solver": gnlin.IterativeLinearisation(4, 0.02, 0.9),
         "validation": (X, T),
@@ -300,7 +299,7 @@ def test_early_stopping_resumes(tmp_path):
 
     whole = run(epochs=6)
     assert whole.stats["num_steps"] == 12
-    for epochs in (1, 2, 3, 4, 6):
+    for epochs in (1, 3, 4):
         folder = tmp_path / str(epochs)
         run(epochs=epochs, checkpoint=folder)
         assert_same_run(run(epochs=6, checkpoint=folder, resume=True), whole)
