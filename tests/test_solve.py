@@ -729,7 +729,7 @@ def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     model, data = network(width=64 if size > 1 else 4), (x, jnp.sin(3 * x))
 
     def run():
-        solver = gnlin.IterativeLinearisation(1, 1e-3)
+        solver = gnlin.IterativeLinearisation(1, 1e-6)
         solution = gnlin.solve(model, data, solver, max_steps=9, history=history)
         return solution.loss, dict(solution.history)
 
