@@ -123,6 +123,17 @@ def numbers(tree):
     return np.concatenate([np.ravel(leaf) for leaf in leaves])
 
 
+def drawn(kind, *sizes, dtype=float, **options):
+    """Return a model whose parameters are drawn by NumPy, which compiles nothing."""
+    rng = np.random.default_rng(0)
+    draw = lambda x: jnp.asarray(rng.uniform(-0.6, 0.6, x.shape), dtype)
+    model = eqx.filter_eval_shape(
+        lambda key: kind(*sizes, **options, key=key), jax.random.key(0)
+    )
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: draw(x) if is_shape(x) else x, model)
+
+
 def half_squares(r):
     return 0.5 * float(r @ r)
 
