@@ -25,9 +25,6 @@ import gnlin
 from gnlin.filters import GradientDescent, GradientFlow, PseudoInverse, Tikhonov
 
 
-shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-
-
 def one_step(fn, solver, y, args):
     solution = least_squares(fn, solver, *as_jax((y, args)), max_steps=1)
     return np.asarray(solution.value) - y
@@ -49,9 +46,9 @@ def steps_by_each_method(fn, filter, methods, y, args):
     }
 
 
-@shapes
-def test_step_is_the_minimum_norm_one(shape):
-    y, args = sines_data(shape)
+@pytest.mark.parametrize("name", ["tall", "wide", "one parameter"])
+def test_step_is_the_minimum_norm_one(name):
+    y, args = sines_data(SHAPES[name])
     expected = gauss_newton_step(*sines_numpy(y, args))
     scale = np.max(np.abs(expected))
     methods = ["auto", "svd", "eigh", "matrix-free"]
@@ -65,12 +62,7 @@ def test_step_is_the_minimum_norm_one(shape):
 
 @pytest.mark.parametrize(
     ("method", "shape"),
-    [
-        ("svd", (6, 4)),
-        ("eigh", (6, 4)),
-        ("eigh", (4, 6)),
-        ("matrix-free", (4, 6)),
-    ],
+    [("svd", (6, 4)), ("eigh", (4, 6)), ("matrix-free", (4, 6))],
 )
 def test_rank_deficient(shape, method):
     y, args = deficient(shape, rank=2)
@@ -111,15 +103,11 @@ def test_counts():
     assert float(solution.stats["num_vjps"]) == 6
 
 
-@pytest.mark.parametrize("filter", [Tikhonov(0.3), PseudoInverse(0.5)], ids=str)
-def test_filtered(filter):
+def test_filtered():
     y, args = sines_data((7, 3))
-    r, jacobian = sines_numpy(y, args)
-    step = one_step(sines, gnlin.methods.FilteredGaussNewton(filter), y, args)
-    if isinstance(filter, Tikhonov):
-        expected = damped_step(r, jacobian, 0.3)
-    else:
-        expected = gauss_newton_step(r, jacobian, rcond=0.5)
+    solver = gnlin.methods.FilteredGaussNewton(PseudoInverse(0.5))
+    step = one_step(sines, solver, y, args)
+    expected = gauss_newton_step(*sines_numpy(y, args), rcond=0.5)
     np.testing.assert_allclose(step, expected, rtol=1e-10)
 
 
@@ -159,9 +147,9 @@ def test_gradient_flow_of_any_time_is_stable():
 METHODS = ["svd", "eigh", "kernel", "curvature", "matrix-free"]
 
 
-@shapes
-def test_damped_step(shape):
-    y, args = sines_data(shape)
+@pytest.mark.parametrize("name", ["tall", "wide", "one residual"])
+def test_damped_step(name):
+    y, args = sines_data(SHAPES[name])
     r, jacobian = sines_numpy(y, args)
     for damping in (1e-6, 1e-3, 1.0, 1e3):
         filter = Tikhonov(jnp.asarray(damping))
@@ -181,20 +169,22 @@ def test_damped_step(shape):
             )
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_damped_step_of_a_rank_deficient_jacobian(method):
+def test_damped_step_of_a_rank_deficient_jacobian():
     y, args = deficient((6, 4), rank=2)
-    r, jacobian = linear(y, args), args[0]
-    step = one_step(linear, gnlin.DampedGaussNewton(1e-3, method=method), y, args)
-    np.testing.assert_allclose(step, damped_step(r, jacobian, 1e-3), rtol=1e-7, atol=1e-8)
+    steps = steps_by_each_method(linear, Tikhonov(1e-3), METHODS, *as_jax((y, args)))
+    expected = damped_step(linear(y, args), args[0], 1e-3)
+    for method, step in steps.items():
+        np.testing.assert_allclose(step, expected, rtol=1e-7, atol=1e-8, err_msg=method)
 
 
-@pytest.mark.parametrize("method", ["auto", "svd", "eigh", "matrix-free"])
-def test_zero_damping_equals_gauss_newton(method):
+def test_zero_damping_equals_gauss_newton():
     y, args = sines_data((7, 3))
-    step = one_step(sines, gnlin.DampedGaussNewton(0.0, method=method), y, args)
+    methods = ["auto", "svd", "eigh", "matrix-free"]
+    steps = steps_by_each_method(sines, Tikhonov(0.0), methods, *as_jax((y, args)))
+    steps["solver"] = one_step(sines, gnlin.DampedGaussNewton(0.0), y, args)
     expected = gauss_newton_step(*sines_numpy(y, args))
-    np.testing.assert_allclose(step, expected, rtol=1e-8)
+    for method, step in steps.items():
+        np.testing.assert_allclose(step, expected, rtol=1e-8, err_msg=method)
 
 
 @pytest.mark.parametrize("method", ["kernel", "curvature"])
@@ -215,9 +205,8 @@ def test_a_singular_matrix_is_reported_and_no_step_taken(method):
     ("method", "scaling"),
     [
         ("svd", "marquardt"),
-        ("eigh", "more"),
-        ("kernel", "marquardt"),
-        ("curvature", "more"),
+        ("kernel", "more"),
+        ("curvature", "marquardt"),
     ],
 )
 def test_scaled_step(method, scaling):
@@ -270,39 +259,30 @@ def test_auto_falls_back_on_products_when_nothing_fits():
     assert float(solution.stats["num_vjps"]) >= 4
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_single_precision_of_each_method(method):
+def test_single_precision_of_each_method():
     y, args = sines_data((7, 3))
     expected = damped_step(*sines_numpy(y, args), 0.3)
-    solver = gnlin.DampedGaussNewton(0.3, method=method)
     single = as_jax((y, args), jnp.float32)
-    solution = least_squares(sines, solver, *single, max_steps=1)
-    assert solution.value.dtype == jnp.float32
-    np.testing.assert_allclose(solution.value - single[0], expected, rtol=1e-4)
+    for method, step in steps_by_each_method(
+        sines, Tikhonov(0.3), METHODS, *single
+    ).items():
+        assert step.dtype == jnp.float32
+        np.testing.assert_allclose(step, expected, rtol=1e-4, err_msg=method)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_methods_agree_under_vmap(method):
-    y, args = as_jax(sines_data((7, 3)))
-    dampings = jnp.asarray([1e-3, 1.0])
-    values = jax.jit(
-        jax.vmap(
-            lambda damping: (
-                optx.least_squares(
-                    sines,
-                    gnlin.DampedGaussNewton(damping, method=method),
-                    y,
-                    args,
-                    max_steps=1,
-                    throw=False,
-                ).value
-            )
-        )
-    )(dampings)
-    r, jacobian = sines_numpy(*jax.tree.map(np.asarray, (y, args)))
-    for value, damping in zip(values, [1e-3, 1.0], strict=True):
-        step = damped_step(r, jacobian, damping)
-        np.testing.assert_allclose(value - y, step, rtol=1e-6)
+def test_methods_agree_under_vmap():
+    y, args = sines_data((7, 3))
+    dampings = np.array([1e-3, 1.0])
+
+    def end(damping):
+        solver = gnlin.DampedGaussNewton(damping)
+        steps = steps_by_each_method(sines, Tikhonov(damping), METHODS, y, args)
+        solved = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
+        return {**steps, "solver": solved.value - y}
+
+    expected = [damped_step(*sines_numpy(y, args), damping) for damping in dampings]
+    for method, steps in jax.vmap(end)(dampings).items():
+        np.testing.assert_allclose(steps, expected, rtol=1e-6, err_msg=method)
 
 
 def test_parameters_that_still_move_have_not_converged():
@@ -317,17 +297,10 @@ def test_parameters_that_still_move_have_not_converged():
 @pytest.mark.parametrize("time", [0.5, 100.0, np.inf])
 def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
     """This also holds for a traced time, which may be infinite."""
-    y, args = sines_data((7, 3))
-
-    def step(method):
-        filter = gnlin.filters.GradientFlow(jnp.asarray(time))
-        solver = gnlin.methods.FilteredGaussNewton(filter, method=method)
-        solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
-        return solution.value - y
-
-    expected = step("svd")
-    error = np.linalg.norm(step("matrix-free") - expected)
-    assert error < 1e-5 * np.linalg.norm(expected)
+    filter, methods = GradientFlow(jnp.asarray(time)), ["svd", "matrix-free"]
+    steps = steps_by_each_method(sines, filter, methods, *as_jax(sines_data((7, 3))))
+    error = np.linalg.norm(steps["matrix-free"] - steps["svd"])
+    assert error < 1e-5 * np.linalg.norm(steps["svd"])
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-13])
@@ -343,15 +316,19 @@ def test_tiny_damping_on_a_singular_problem(damping):
 
 
 def test_preparation_for_other_filters_is_an_error():
-    y, args = as_jax(sines_data((7, 3)))
-    lin = gnlin.linearise(sines, y, args)
-    problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
-    damped, pseudo = gnlin.filters.Tikhonov(1.0), gnlin.filters.PseudoInverse()
-    for method in ("kernel", "curvature", "products-first"):
+    def solve(prepared, filter, method):
+        def step(y, args):
+            lin = gnlin.linearise(sines, y, args)
+            problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
+            ready = gnlin.authoring.choose(problem, prepared, method=method)
+            return ready.solve(filter).step
+
         with pytest.raises(ValueError, match="choose another method for this filter"):
-            gnlin.authoring.choose(problem, damped, method=method).solve(pseudo)
-    with pytest.raises(ValueError, match="choose another method for this filter"):
-        gnlin.authoring.choose(problem, pseudo, method=gnlin.methods.MixedPrecision())
+            jax.eval_shape(step, *sines_data((7, 3)))
+
+    for method in ("kernel", "curvature", "products-first"):
+        solve(Tikhonov(1.0), PseudoInverse(), method)
+    solve(PseudoInverse(), PseudoInverse(), gnlin.methods.MixedPrecision())
 
 
 @pytest.mark.parametrize(("method", "least"), [("svd", 3e-4), ("eigh", 1e-3)])
@@ -378,7 +355,7 @@ def test_damped_steps_use_small_singular_values_in_single_precision(method, leas
     assert np.linalg.norm(error) < 0.05 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("shape", [(80, 24), (300, 20), (40, 30)])
+@pytest.mark.parametrize("shape", [(300, 20), (40, 30)])
 def test_parameters_that_are_not_used_stay(shape):
     """Singular values of columns of zeros are rounding, and must not become steps."""
     rng = np.random.default_rng(0)
