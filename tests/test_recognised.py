@@ -194,8 +194,8 @@ def test_targets_of_a_group_without_data():
         loss=gnlin.losses.Huber(1.0),
         targets=np.array([2.0, 4.0, 60.0]),
     )
-    x = jnp.array([1.0, 2.0, 1.0])
-    found = optx.least_squares(group, gnlin.LevenbergMarquardt(), jnp.array(1.0), x)
+    x, solver = jnp.array([1.0, 2.0, 1.0]), gnlin.DampedGaussNewton(1e-9)
+    found = optx.least_squares(group, solver, jnp.array(1.0), x)
     # (p - 2) + 2 (2 p - 4) = 1: the third pulls with its delta.
     np.testing.assert_allclose(found.value, 2.2, rtol=1e-8)
 
@@ -229,9 +229,9 @@ def test_labels_are_for_gnlins_solvers():
     group = gnlin.Residuals(
         lambda w, x: w @ x, x, targets=labels, loss=gnlin.SoftmaxCrossEntropy()
     )
-    w, solver = jnp.zeros((3, 3)), gnlin.DampedGaussNewton(0.1)
-    solved = gnlin.solve(w, group, solver, max_steps=5).model
-    found = optx.least_squares(group, solver, w, max_steps=5, throw=False).value
+    w, solver = jnp.zeros((3, 3)), gnlin.DampedGaussNewton(0.1, method="curvature")
+    solved = gnlin.solve(w, group, solver, max_steps=2).model
+    found = optx.least_squares(group, solver, w, max_steps=2, throw=False).value
     np.testing.assert_allclose(found, solved, atol=1e-10)
     with pytest.raises(ValueError, match="SoftmaxCrossEntropy` is not a sum of squares"):
         optx.least_squares(group, OTHERS["optimistix"], w)
@@ -280,7 +280,9 @@ def test_the_derivative_of_a_likelihoods_minimum():
 
 def test_bounds_precision_and_many_at_once():
     x, y = (jnp.asarray(v, jnp.float32) for v in measured())
-    solver = gnlin.LevenbergMarquardt(bounds=(0.0, jnp.array([9.0, 9.0, 0.3])))
+    solver = gnlin.LevenbergMarquardt(
+        bounds=(0.0, jnp.array([9.0, 9.0, 0.3])), acceleration=False
+    )
 
     @jax.jit
     @jax.vmap
@@ -329,6 +331,7 @@ def test_derivatives_by_the_data_and_the_weight():
 
 
 def is_recognised(fn, y, args=None):
+    """Look from within a solver whose program is not compiled."""
     found = []
 
     class Solver(gnlin.GaussNewton):
@@ -336,7 +339,8 @@ def is_recognised(fn, y, args=None):
             found.append(recognised(fn, y, args) is not None)
             return super().step(fn, y, args, options, state, tags)
 
-    optx.least_squares(fn, Solver(), y, args, max_steps=2, throw=False)
+    run = lambda y: optx.least_squares(fn, Solver(), y, args, max_steps=2, throw=False)
+    eqx.filter_eval_shape(run, y)
     return found[0]
 
 
@@ -407,7 +411,7 @@ def test_mistakes_of_groups():
 def test_arguments_that_are_not_arrays():
     fn = lambda p, args: args["f"](p - args["x"] * args["n"])
     given = {"x": jnp.array(2.0), "n": 3, "f": jnp.tanh, "name": "a"}
-    solver, start = gnlin.LevenbergMarquardt(), jnp.array(5.5)
+    solver, start = gnlin.GaussNewton(), jnp.array(5.5)
     found = optx.least_squares(gnlin.Residuals(fn), solver, start, given)
     np.testing.assert_allclose(found.value, 6.0)
 
@@ -415,6 +419,6 @@ def test_arguments_that_are_not_arrays():
 def test_arguments_that_depend_on_the_parameters():
     group = gnlin.Residuals(lambda y, z: y * z - 3.0)
     found = optx.least_squares(
-        lambda y, _: group(y, y), gnlin.LevenbergMarquardt(), jnp.array([1.0])
+        lambda y, _: group(y, y), gnlin.GaussNewton(), jnp.array([1.0])
     )
     np.testing.assert_allclose(found.value, 3.0**0.5)
