@@ -149,7 +149,7 @@ def test_the_mode_is_the_one_with_fewer_passes(monkeypatch):
 
         monkeypatch.setattr(ByPasses, name, spy)
     for shape, mode in (((7, 3), "mv"), ((3, 7), "rmv"), ((4, 4), "rmv")):
-        linearise(sines, *as_jax(sines_data(shape))).rows()
+        jax.eval_shape(lambda *at: linearise(sines, *at).rows(), *sines_data(shape))
         assert set(taken) == {mode}
         taken.clear()
 
@@ -171,7 +171,8 @@ def test_the_mode_per_example_is_the_one_with_fewer_passes(monkeypatch):
         fn = gnlin.PerExample(
             lambda y, x, n=num_outputs: jnp.tanh(x * y.sum()) * jnp.ones(n), part_size
         )
-        linearise(fn, jnp.ones(3), jnp.arange(5.0)).rows()
+        rows = lambda y, x, fn=fn: linearise(fn, y, x).rows()
+        jax.eval_shape(rows, np.ones(3), np.arange(5.0))
         assert set(taken) == {mode}
         taken.clear()
 
@@ -186,15 +187,17 @@ def test_the_memory_budget_sets_the_chunk(monkeypatch):
 
     monkeypatch.setattr(jax.lax, "map", spy)
     fn = lambda y, x: x * jnp.sum(y**2)
-    within = lambda budget: linearise(
-        fn, jnp.ones(90), jnp.ones(60), memory_budget=budget
-    )
     num_bytes = 60 * 90 * 8
-    within(2**31).kernel()
+
+    def kernel(budget):
+        within = lambda y, x: linearise(fn, y, x, memory_budget=budget).kernel()
+        jax.eval_shape(within, np.ones(90), np.ones(60))
+
+    kernel(2**31)
     assert not chunks
-    within(1).kernel()
+    kernel(1)
     assert chunks == [1]
-    within(num_bytes - 1).kernel()
+    kernel(num_bytes - 1)
     assert 1 < chunks[-1] < 60
 
 
@@ -238,9 +241,12 @@ def test_the_forward_pass_is_made_once():
         calls.append(0)
         return sines(y, args)
 
-    y, args = as_jax(sines_data((7, 3)))
-    lin = linearise(counted, y, args)
-    lin.kernel(), lin.rows(), lin.spectrum(), lin.vjp(lin.outputs), lin(y)
+    @jax.jit
+    def run(y, args):
+        lin = linearise(counted, y, args)
+        return lin.kernel(), lin.rows(), lin.spectrum(), lin.vjp(lin.outputs), lin(y)
+
+    jax.eval_shape(run, *sines_data((7, 3)))
     assert len(calls) == 1
 
 
@@ -390,12 +396,11 @@ def test_spectrum(case, method):
 
 def test_coefficients_hold_the_part_of_the_residual_in_range():
     y, args = sines_data((7, 3))
-    jacobian = sines_numpy(y, args)[1]
-    r = sines_numpy(y, args)[0]
+    r, jacobian = sines_numpy(y, args)
     u = np.linalg.svd(jacobian, full_matrices=False)[0]
     for method in ("svd", "eigh"):
-        spectrum = linearise(sines, *as_jax((y, args))).spectrum(method)
-        c = np.asarray(spectrum.coefficients)
+        of = lambda y, args, method=method: linearise(sines, y, args).spectrum(method)
+        c = jax.jit(lambda *at, of=of: of(*at).coefficients)(*as_jax((y, args)))
         np.testing.assert_allclose(np.linalg.norm(c), np.linalg.norm(u.T @ r), rtol=1e-10)
 
 
@@ -459,11 +464,16 @@ def test_a_tall_jacobian_of_graded_columns(with_a_nan):
     a = jnp.asarray(columns * scale)
     if with_a_nan:
         a = a.at[7, 2].set(jnp.nan)
-    lin = linearise(lambda y, a: a @ y - columns.sum(axis=1), jnp.zeros(4), a)
-    spectrum = lin.spectrum("svd")
-    step = spectrum.step(gnlin.filters.PseudoInverse())
+
+    @jax.jit
+    def run(a):
+        fn = lambda y, a: a @ y - columns.sum(axis=1)
+        spectrum = linearise(fn, jnp.zeros(4), a).spectrum("svd")
+        return spectrum.eigenvalues, spectrum.step(PseudoInverse())
+
+    eigenvalues, step = run(a)
     if with_a_nan:
-        assert np.all(np.isnan(spectrum.eigenvalues))
+        assert np.all(np.isnan(eigenvalues))
         assert np.all(np.isnan(step))
     else:
         np.testing.assert_allclose(step * scale, np.ones(4), rtol=1e-9)
@@ -486,11 +496,16 @@ def test_lapack_is_guarded(monkeypatch):
     a = jnp.ones((4, 3)).at[0, 0].set(jnp.nan)
     for method in ("svd", "eigh"):
         for matrix in (a, a.T):
-            lin = linearise(lambda y, a: a @ y, jnp.ones(matrix.shape[1]), matrix)
-            spectrum = lin.spectrum(method)
-            assert np.all(np.isnan(spectrum.eigenvalues))
-            assert not bool(spectrum.finite())
-            assert np.isnan(spectrum.gradient_norm())
+
+            @jax.jit
+            def run(y, a, method=method):
+                spectrum = linearise(lambda y, a: a @ y, y, a).spectrum(method)
+                return spectrum.eigenvalues, spectrum.finite(), spectrum.gradient_norm()
+
+            eigenvalues, finite, norm = run(np.ones(matrix.shape[1]), matrix)
+            assert np.all(np.isnan(eigenvalues))
+            assert not bool(finite)
+            assert np.isnan(norm)
     jax.effects_barrier()
     assert given == [True] * 4
 
@@ -501,18 +516,23 @@ def test_cholesky_is_guarded(monkeypatch, method):
     original = jax.scipy.linalg.cho_factor
 
     def wrapped(matrix, **kwargs):
-        given.append(bool(jnp.all(jnp.isfinite(matrix))))
+        finite = jnp.all(jnp.isfinite(matrix))
+        jax.debug.callback(lambda x: given.append(bool(x)), finite)
         return original(matrix, **kwargs)
 
     monkeypatch.setattr(jax.scipy.linalg, "cho_factor", wrapped)
-    a = jnp.ones((4, 3)).at[0, 0].set(jnp.nan)
-    lin = linearise(lambda y, a: a @ y, jnp.ones(3), a)
-    problem = Quadratic(lin.jacobian, lin.outputs)
-    subproblem = choose(problem, Tikhonov(1.0), method=method)
-    with jax.disable_jit():
-        answer = subproblem.solve(Tikhonov(1.0))
+    a = np.ones((4, 3))
+    a[0, 0] = np.nan
+
+    @jax.jit
+    def step(a):
+        lin = linearise(lambda y, a: a @ y, jnp.ones(3), a)
+        problem = Quadratic(lin.jacobian, lin.outputs)
+        return choose(problem, Tikhonov(1.0), method=method).solve(Tikhonov(1.0)).step
+
+    assert np.all(np.isnan(step(a)))
+    jax.effects_barrier()
     assert given == [True]
-    assert np.all(np.isnan(answer.step))
 
 
 #
@@ -524,11 +544,16 @@ def test_cholesky_is_guarded(monkeypatch, method):
 def test_single_precision(method):
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
-    single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (y, args))
-    lin = linearise(sines, *single)
-    spectrum = lin.spectrum(method)
-    step = spectrum.step(Tikhonov(0.1))
-    for array in (lin.matrix(), lin.kernel(), spectrum.eigenvalues, step):
+
+    @jax.jit
+    def run(y, args):
+        lin = linearise(sines, y, args)
+        spectrum = lin.spectrum(method)
+        step = spectrum.step(Tikhonov(0.1))
+        return lin.matrix(), lin.kernel(), spectrum.eigenvalues, step
+
+    *others, step = run(*as_jax((y, args), jnp.float32))
+    for array in (*others, step):
         assert array.dtype == jnp.float32
     expected = -np.linalg.solve(jacobian.T @ jacobian + 0.1 * np.eye(3), jacobian.T @ r)
     np.testing.assert_allclose(step, expected, rtol=1e-4)
@@ -542,9 +567,12 @@ def test_mixed_precision_of_parameters_and_outputs():
         a = y["a"].astype(x.dtype)
         return jnp.sin(x * a[0]) + a[1] * y["b"] ** x
 
-    lin = linearise(fn, y, x)
-    for method in ("svd", "eigh"):
-        step = lin.spectrum(method).step(Tikhonov(0.1))
+    @jax.jit
+    def steps(y, x):
+        lin = linearise(fn, y, x)
+        return [lin.spectrum(method).step(Tikhonov(0.1)) for method in ("svd", "eigh")]
+
+    for step in steps(y, x):
         assert step["a"].dtype == jnp.float32
         assert step["b"].dtype == jnp.float64
         assert np.all(np.isfinite(flat(step)))
@@ -601,11 +629,17 @@ def test_an_unknown_method_is_named():
 def test_auxiliary_data_of_each_example():
     fn = PerExample(lambda y, x: (jnp.sin(x * y), {"x": x}))
     y, x = jnp.arange(1.0, 4.0), jnp.arange(15.0).reshape(5, 3) / 15
-    lin, aux = linearise(fn, y, x, has_aux=True)
-    np.testing.assert_array_equal(aux["x"], x)
+
+    @jax.jit
+    def run(y, x):
+        lin, aux = linearise(fn, y, x, has_aux=True)
+        return aux["x"], lin.matrix(), lin.kernel()
+
+    same, matrix, kernel = run(y, x)
+    np.testing.assert_array_equal(same, x)
     expected = dense_jacobian(lambda y, x: fn(y, x)[0], y, x)
-    np.testing.assert_allclose(lin.matrix(), expected, rtol=1e-12)
-    np.testing.assert_allclose(lin.kernel(), expected @ expected.T, rtol=1e-12)
+    np.testing.assert_allclose(matrix, expected, rtol=1e-12)
+    np.testing.assert_allclose(kernel, expected @ expected.T, rtol=1e-12)
 
 
 def scaled(lin):
