@@ -1,20 +1,21 @@
 """With a kernel in lower precision, the step is as accurate as requested."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from problems import numbers
+from jax.flatten_util import ravel_pytree
+from problems import damped_step, drawn, least_squares, numbers
 
 import gnlin
 
 
-def network(num_outputs=2):
-    model = eqx.nn.MLP(3, num_outputs, 24, 1, activation=jnp.tanh, key=jax.random.key(0))
-    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
-    return jax.tree.map(cast, model)
+def network(dtype=float):
+    return drawn(eqx.nn.MLP, 3, 2, 24, 1, activation=jnp.tanh, dtype=dtype)
 
 
 def first_step(model, data, solver, loss=None):
@@ -24,8 +25,22 @@ def first_step(model, data, solver, loss=None):
     return numbers(solution.model) - numbers(model), solution
 
 
-X = jax.random.normal(jax.random.key(1), (15, 3))
-Y = jnp.stack([jnp.sin(X[:, 0]), X[:, 1] * X[:, 2]], axis=1)
+X = np.random.default_rng(1).normal(size=(15, 3))
+Y = np.stack([np.sin(X[:, 0]), X[:, 1] * X[:, 2]], axis=1)
+
+
+@functools.cache
+def residual_and_jacobian():
+    parameters, frozen = eqx.partition(network(), eqx.is_inexact_array)
+    flat, unravel = ravel_pytree(parameters)
+
+    @jax.jit
+    def both(v):
+        fn = lambda v: jax.vmap(eqx.combine(unravel(v), frozen))(X).ravel()
+        return fn(v), jax.jacobian(fn)(v)
+
+    outputs, jacobian = map(np.asarray, both(flat))
+    return outputs - Y.ravel(), jacobian
 
 
 @pytest.mark.parametrize(
@@ -37,14 +52,13 @@ Y = jnp.stack([jnp.sin(X[:, 0]), X[:, 1] * X[:, 2]], axis=1)
     ],
 )
 def test_the_step_matches_double_precision(dtype, damping, memory_budget):
-    model = network()
-    exact, _ = first_step(model, (X, Y), gnlin.DampedGaussNewton(damping, method="svd"))
+    exact = damped_step(*residual_and_jacobian(), damping)
     solver = gnlin.DampedGaussNewton(
         damping,
         method=gnlin.methods.MixedPrecision(dtype, 1e-11),
         memory_budget=memory_budget,
     )
-    step, solution = first_step(model, (X, Y), solver)
+    step, solution = first_step(network(), (X, Y), solver)
     assert solution.result != optx.RESULTS.singular
     np.testing.assert_allclose(step, exact, atol=1e-7 * np.linalg.norm(exact))
     assert float(solution.history.num_inner_steps[0]) > 0
@@ -75,8 +89,7 @@ def test_a_general_loss():
 
 @pytest.mark.slow
 def test_single_parameters_with_a_bfloat16_kernel():
-    cast = lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x
-    model, data = jax.tree.map(cast, (network(), (X, Y)))
+    model, data = network(jnp.float32), (X.astype("f4"), Y.astype("f4"))
     exact, _ = first_step(network(), (X, Y), gnlin.DampedGaussNewton(0.5))
     solver = gnlin.DampedGaussNewton(
         0.5, method=gnlin.methods.MixedPrecision("bfloat16", 1e-5)
@@ -89,7 +102,7 @@ def residuals(y, args):
     return args @ y - 1
 
 
-@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (1, 6)])
+@pytest.mark.parametrize("shape", [(9, 5), (1, 6)])
 def test_shapes_and_ranks(shape):
     matrix = np.random.default_rng(0).normal(size=shape)
     matrix[:, -1] = matrix[:, 0]
@@ -105,11 +118,11 @@ def test_shapes_and_ranks(shape):
 
 def test_zero_and_nonfinite_residuals():
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.MixedPrecision())
-    y = jnp.ones(2)
-    solution = optx.least_squares(residuals, solver, y, jnp.eye(2), max_steps=5)
+    y, broken = jnp.ones(2), np.diag([np.nan, 1.0])
+    solution = least_squares(residuals, solver, y, jnp.eye(2), max_steps=5)
+    assert solution.result == optx.RESULTS.successful
     np.testing.assert_array_equal(solution.value, y)
-    broken = jnp.eye(2).at[0, 0].set(jnp.nan)
-    solution = optx.least_squares(residuals, solver, y, broken, max_steps=5, throw=False)
+    solution = least_squares(residuals, solver, y, jnp.asarray(broken), max_steps=5)
     assert solution.result != optx.RESULTS.successful
     np.testing.assert_array_equal(solution.value, y)
 
@@ -165,9 +178,10 @@ def test_bad_arguments(make, message):
 
 
 def huber_step(**settings):
-    x = jnp.linspace(-1, 1, 20)[:, None]
-    y = (3 * x + 1).at[::5].add(50.0)
-    model = eqx.nn.Linear(1, 1, key=jax.random.key(0), dtype=jnp.float64)
+    x = np.linspace(-1, 1, 20)[:, None]
+    y = 3 * x + 1
+    y[::5] += 50
+    model = drawn(eqx.nn.Linear, 1, 1)
     solver = gnlin.DampedGaussNewton(**settings)
     return first_step(model, (x, y), solver, gnlin.losses.Huber(5.0))[0]
 
@@ -190,14 +204,18 @@ def test_the_default_serves_in_single_precision(kernel_dtype):
     draw = np.random.default_rng(0)
     x = draw.normal(size=(40, 60)).astype(np.float32)
     data = x, draw.normal(size=(40, 1)).astype(np.float32)
-    model = (lambda w, x: w @ x), jnp.zeros((1, 60), jnp.float32)
+    method = gnlin.methods.MixedPrecision(kernel_dtype)
+    fn = lambda w, data: data[0] @ w - data[1][:, 0]
     for damping in (10.0, 0.1):
-        refined = gnlin.DampedGaussNewton(
-            damping, method=gnlin.methods.MixedPrecision(kernel_dtype)
+        found = least_squares(
+            fn,
+            gnlin.DampedGaussNewton(jnp.float32(damping), method=method),
+            jnp.zeros(60, jnp.float32),
+            jax.tree.map(jnp.asarray, data),
+            max_steps=1,
         )
-        found = gnlin.solve(model, data, refined, max_steps=1)
         assert found.result == optx.RESULTS.nonlinear_max_steps_reached
         kernel = x.astype(float) @ x.T.astype(float) + damping * np.eye(40)
         expected = x.T @ np.linalg.solve(kernel, data[1][:, 0])
-        error = np.linalg.norm(np.asarray(found.model[1][0]) - expected)
+        error = np.linalg.norm(np.asarray(found.value) - expected)
         assert error < 2e-3 * np.linalg.norm(expected)

@@ -283,24 +283,25 @@ def scene(num_cameras, num_points, each, **budget):
     return gnlin.linearise(PerExample(Selected(fn, select)), model, examples, **budget)
 
 
-def chosen(lin, filter, **how):
-    """Return the chosen method for a problem that is never computed."""
+def chosen(*sizes, **budget):
+    """Return the chosen method for a scene that is never computed."""
     found = []
-    jax.eval_shape(
-        lambda j, r: found.append(choose(Quadratic(j, r), filter, **how)) or 0,
-        lin.jacobian,
-        lin.outputs,
-    )
-    return type(found[0])
+
+    def run():
+        lin = scene(*sizes, **budget)
+        ready = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0))
+        found.append(type(ready))
+
+    jax.eval_shape(run)
+    return found[0]
 
 
 def test_auto_chooses_it_when_it_is_cheapest():
     large = 50, 3_000, 4
-    assert chosen(scene(*large), Tikhonov(1.0)) is SchurComplement
+    assert chosen(*large) is SchurComplement
     # The reduced system is counted: 4 x 300 x 300 numbers and more
-    little = scene(*large, memory_budget=4 * 300**2 * 8)
-    assert chosen(little, Tikhonov(1.0)) is not SchurComplement
-    assert chosen(scene(2, 3, 2), Tikhonov(1.0)) is not SchurComplement
+    assert chosen(*large, memory_budget=4 * 300**2 * 8) is not SchurComplement
+    assert chosen(2, 3, 2) is not SchurComplement
 
 
 def test_memory_holds_only_nonzero_blocks():
