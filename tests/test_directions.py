@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
+from problems import drawn
 
 import gnlin
 from gnlin._common._passes import Passes
+from gnlin._jacobian import Layer
 
 
 @jax.custom_vjp
@@ -84,9 +86,7 @@ def problem(kind, shape, dtype=float):
 
 PAIRWISE = [
     ("loop", "tall", jnp.float64, False),
-    ("loop", "wide", jnp.float32, True),
-    ("root", "tall", jnp.float32, True),
-    ("root", "wide", jnp.float64, True),
+    ("root", "wide", jnp.float32, True),
     ("custom_vjp", "tall", jnp.float32, True),
     ("custom_vjp", "wide", jnp.float64, True),
 ]
@@ -210,16 +210,18 @@ def test_the_drift_of_a_kernel_by_products_at_hand():
 
 def test_networks_with_a_reverse_derivative_only():
     """Dense layers are still found."""
-    model = eqx.nn.MLP(2, 1, 4, 1, activation=reverse_sin, key=jax.random.key(0))
+    model = drawn(eqx.nn.MLP, 2, 1, 30, 1, activation=reverse_sin)
     plain = eqx.tree_at(lambda m: m.activation, model, jnp.sin)
-    x = jnp.linspace(-1, 1, 12).reshape(6, 2)
-    y = jnp.sum(x**2, axis=1, keepdims=True)
-    solver = gnlin.DampedGaussNewton(0.1)
-    rates = []
-    for each in (model, plain):
-        losses = gnlin.solve(each, (x, y), solver, max_steps=5, throw=False).history.loss
-        rates.append(losses)
-    np.testing.assert_allclose(*rates, rtol=1e-8)
+
+    @eqx.filter_jit
+    def kernels(*models):
+        x = jnp.linspace(-1, 1, 12).reshape(6, 2)
+        lins = [gnlin.features.linearise_model(each, x) for each in models]
+        for lin in lins:
+            assert any(isinstance(block, Layer) for block in lin.jacobian.blocks())
+        return [lin.kernel() for lin in lins]
+
+    np.testing.assert_allclose(*kernels(model, plain), rtol=1e-10)
 
 
 @pytest.mark.slow
@@ -295,10 +297,11 @@ def test_a_direction_can_be_asked_for(shape):
 def test_options_are_those_of_optimistix():
     fn = lambda y, args: jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
     solver, y = gnlin.DampedGaussNewton(1e-3), jnp.array([0.5, 0.5])
-    expected = optx.least_squares(fn, solver, y).value
-    for jac in ("fwd", "bwd"):
-        found = optx.least_squares(fn, solver, y, options={"jac": jac}).value
-        np.testing.assert_allclose(found, expected, rtol=1e-9)
+    found = (
+        optx.least_squares(fn, solver, y, options={"jac": jac}).value
+        for jac in ("fwd", "bwd")
+    )
+    np.testing.assert_allclose(*found, rtol=1e-9)
     looped = lambda y, _: looped_cube(y) - 8.0
     with pytest.raises(ValueError, match=r'no reverse-mode derivative, .* `jac="fwd"`'):
         optx.least_squares(looped, solver, jnp.ones(2), options={"jac": "bwd"})

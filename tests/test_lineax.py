@@ -8,10 +8,12 @@ import lineax as lx
 import numpy as np
 import optimistix as optx
 import pytest
+import scipy.optimize
 from problems import (
     as_jax,
     damped_step,
     deficient,
+    drawn,
     each_once,
     gauss_newton_step,
     least_squares,
@@ -35,7 +37,6 @@ SOLVERS = {
     "Cholesky": lx.Cholesky(),
     "LU": lx.LU(),
     "GMRES": lx.GMRES(1e-10, 1e-10),
-    "BiCGStab": lx.BiCGStab(1e-10, 1e-10),
     "normal equations": lx.Normal(lx.Cholesky()),
 }
 
@@ -44,7 +45,6 @@ SOLVERS = {
     ("name", "shape"),
     [
         *each_once(list(SOLVERS), ["tall", "wide"]),
-        ("QR", "one parameter"),
         ("LSMR", "one residual"),
     ],
 )
@@ -62,8 +62,6 @@ def test_a_damped_step(name, shape):
         # lineax's LSMR uses double-precision numbers in single precision if x64 is
         # enabled.
         ("QR", jnp.float32, "tall"),
-        ("SVD", jnp.float64, "tall"),
-        ("LSMR", jnp.float64, "wide"),
         ("CG", jnp.float32, "wide"),
         ("Cholesky", jnp.float64, "wide"),
     ],
@@ -108,25 +106,19 @@ def test_iterations_that_do_not_converge_are_reported():
 @pytest.mark.parametrize("name", ["QR", "CG"])
 def test_levenberg_marquardt(name):
     y0, args = sines_data((7, 3))
-    default, other = (
-        least_squares(sines, solver, *as_jax((y0, args)))
-        for solver in (
-            gnlin.LevenbergMarquardt(),
-            gnlin.LevenbergMarquardt(method=SOLVERS[name], scaling="identity"),
-        )
-    )
-    np.testing.assert_allclose(other.value, default.value, rtol=1e-5, atol=1e-6)
+    residuals = lambda y: sines_numpy(y, args)[0]
+    expected = scipy.optimize.least_squares(residuals, y0, xtol=1e-12, ftol=1e-12).x
+    solver = gnlin.LevenbergMarquardt(method=SOLVERS[name], scaling="identity")
+    solution = least_squares(sines, solver, *as_jax((y0, args)))
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-5, atol=1e-6)
 
 
-X = jax.random.normal(jax.random.key(1), (15, 3))
-NETWORK = jax.tree.map(
-    lambda x: x.astype(float) if eqx.is_inexact_array(x) else x,
-    eqx.nn.Linear(3, 4, key=jax.random.key(0)),
-)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(15, 3)))
+NETWORK = drawn(eqx.nn.Linear, 3, 4)
 
 
-SOFTMAX = gnlin.SoftmaxCrossEntropy(), jnp.arange(15) % 4
-HUBER = gnlin.losses.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])  # has a rest
+SOFTMAX = gnlin.SoftmaxCrossEntropy(), np.arange(15) % 4
+HUBER = gnlin.losses.Huber(0.1), np.sin(X[:, :1] * np.arange(4.0)[None])  # has a rest
 
 
 @pytest.mark.parametrize(
