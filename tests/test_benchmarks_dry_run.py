@@ -5,11 +5,13 @@ import importlib
 import re
 import types
 
+import numpy as np
 import pytest
 
 from benchmarks import _results, dry_run, training
 from benchmarks.__main__ import EXPERIMENTS, main
 from benchmarks._options import Options
+from benchmarks.data import textures
 from benchmarks.dry_run import Planned, Rehearsal, Tally
 from benchmarks.experiment import Place
 from benchmarks.experiments import kernel_drift
@@ -100,8 +102,11 @@ def test_runs_that_end_early_or_make_all_steps_are_measured(monkeypatch):
         if getattr(MODULES[name].EXPERIMENT, scale) is not None
     ],
 )
-def test_no_point_is_run_in_a_dry_run(name, scale, tmp_path):
+def test_no_point_is_run_in_a_dry_run(name, scale, tmp_path, monkeypatch):
     """The files of the data may be missing, and nothing is measured."""
+    black = lambda number, _: (np.zeros((number, 3, 32, 32)), np.arange(number) % 10)
+    monkeypatch.setattr(textures, "images", black)
+    monkeypatch.setattr(textures, "draw", textures.draw.__wrapped__)
     one = MODULES[name].EXPERIMENT
     settings = one.settings(Options(tmp_path, scale))
     place = Place(rehearsal=Rehearsal(0))

@@ -16,18 +16,7 @@ from gnlin._linear_algebra import _lapack
 from gnlin._linear_algebra._small_svd import by_rotations, svd
 
 
-SHAPES = (
-    (1, 1),
-    (9, 1),
-    (1, 5),
-    (4, 4),
-    (3, 6),
-    (8, 3),
-    (30, 2),
-    (20, 5),
-    (40, 6),
-    (5, 17),
-)
+SHAPES = ((1, 1), (1, 5), (4, 4), (30, 2), (40, 6), (5, 17))
 NUM_MATRICES = 10
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="rotations are for the CPU"
@@ -60,7 +49,7 @@ def sound(matrices, u, s, vt):
     np.testing.assert_allclose(longer.mT @ longer, products, atol=most)
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from([np.float32, np.float64]),
@@ -148,15 +137,14 @@ def test_lapack_where_there_is_one_matrix_or_few_or_they_are_large():
     assert not calls_lapack(jax.vmap(svd), (100, 3, 9))
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (12, 3)])
-def test_mapped_twice_along_any_axes_and_in_a_loop(shape):
-    matrices = np.random.default_rng(2).normal(size=(3, 11, *shape))
+def test_mapped_twice_along_any_axes_and_in_a_loop():
+    matrices = np.random.default_rng(2).normal(size=(3, 11, 12, 3))
     expected = np.linalg.svd(matrices, compute_uv=False)
     singular_values = lambda a: svd(a)[1]
 
     twice = jax.vmap(jax.vmap(singular_values))
     other = jax.vmap(jax.vmap(singular_values), in_axes=1, out_axes=1)
-    for fn in (twice, jax.jit(twice), other):
+    for fn in (twice, jax.jit(other)):
         np.testing.assert_allclose(fn(matrices), expected, rtol=1e-12)
 
     def halved(a):
@@ -172,17 +160,22 @@ def test_more_matrices_than_go_at_once():
     sound(matrices, *map(np.asarray, of_many(matrices)))
 
 
-@pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
-def test_derivatives_match_lapack(mode):
+def test_derivatives_match_lapack():
     matrices = jnp.asarray(np.random.default_rng(4).normal(size=(10, 8, 3)))
 
     def of_projections(factorise, a):
         u, s, vt = factorise(a)
         return jnp.sum(jnp.log(s)) + (u * s[None]) @ vt[:, 0] @ (u @ vt[:, 1])
 
-    derivative = lambda way: jax.vmap(mode(functools.partial(of_projections, way)))
-    expected = derivative(_lapack.svd)(matrices)
-    np.testing.assert_allclose(derivative(svd)(matrices), expected, rtol=1e-8)
+    @jax.jit
+    @jax.vmap
+    def derivatives(a):
+        here, there = (functools.partial(of_projections, x) for x in (svd, _lapack.svd))
+        return jax.jacfwd(here)(a), jax.jacrev(here)(a), jax.jacrev(there)(a)
+
+    *found, expected = derivatives(matrices)
+    for each in found:
+        np.testing.assert_allclose(each, expected, rtol=1e-8)
 
 
 @pytest.mark.slow
@@ -208,5 +201,5 @@ def test_fits_at_once_end_where_they_end_one_by_one():
 
 def test_rotations_serve_one_matrix_too():
     matrix = np.random.default_rng(6).normal(size=(7, 4))
-    u, s, vt = by_rotations(jnp.asarray(matrix))
+    u, s, vt = jax.jit(by_rotations)(matrix)
     sound(matrix[None], *(np.asarray(x)[None] for x in (u, s, vt)))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.optimize
 from test_schur import dense, flat, linearised, problem
 
 import gnlin
@@ -40,8 +41,7 @@ def chain(num_poses, closures=(), dtype=jnp.float64):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "with_rest"),
-    [(jnp.float64, False), (jnp.float64, True), (jnp.float32, True)],
+    ("dtype", "with_rest"), [(jnp.float64, True), (jnp.float32, False)]
 )
 def test_steps_are_those_of_the_dense_system(dtype, with_rest):
     """There are three groups. Some examples read one row twice, and some do not read all
@@ -77,22 +77,19 @@ def test_steps_are_those_of_the_dense_system(dtype, with_rest):
     assert float(largest) == pytest.approx(np.max(np.diag(curvature)), rel=1e-5)
 
 
-@pytest.mark.parametrize("what", ["jacobian", "residual"])
-def test_nonfinite_input_gives_nan(what):
+def test_nonfinite_input_gives_nan():
     model, data = problem()
-    if what == "jacobian":
-        model = model | {"camera": model["camera"].at[0].set(jnp.nan)}
+    broken = model | {"camera": model["camera"].at[0].set(jnp.nan)}
 
     @jax.jit
-    def step(model, data):
+    def step(model, data, more):
         lin = linearised(model, data)
-        residual = lin.outputs
-        if what == "residual":
-            residual = jax.tree.map(lambda x: x.at[0].set(jnp.inf), residual)
+        residual = jax.tree.map(lambda x: x.at[0].add(more), lin.outputs)
         ready = choose(Quadratic(lin.jacobian, residual), Tikhonov(1.0), 1, "sparse")
         return ready.solve(Tikhonov(1.0)).step
 
-    assert np.all(np.isnan(flat(step(model, data))))
+    for at, more in ((model, np.inf), (broken, 0.0)):
+        assert np.all(np.isnan(flat(step(at, data, more))))
 
 
 def test_a_singular_system_raises_no_error():
@@ -132,12 +129,22 @@ def test_levenberg_marquardt_of_one_pose():
     np.testing.assert_allclose(ours.loss, known.loss, rtol=1e-9, atol=1e-18)
 
 
-def test_levenberg_marquardt_ends_where_the_others_do():
-    start, groups = chain(40, [(k, k + 20) for k in range(0, 20, 5)])
-    ends = list(ends_by(("sparse", "curvature"), start, groups))
-    for end in ends:
-        assert "converged" in end.reason
-        np.testing.assert_allclose(end.loss, ends[1].loss, rtol=1e-9, atol=1e-18)
+def test_levenberg_marquardt_ends_where_scipy_does():
+    start, groups = chain(12, [(0, 6), (3, 9)])
+    edges = jax.tree.map(np.asarray, groups["seen"].data)
+    first, second = edges["ends"].T
+
+    def residuals(flat):
+        pose = flat.reshape(12, 3)
+        seen = pose[second] - pose[first] + 0.1 * np.sin(pose[first])
+        return np.append(10 * pose[0], seen - edges["measured"])
+
+    tight = {"xtol": 1e-13, "ftol": 1e-13, "gtol": 1e-13}
+    known = scipy.optimize.least_squares(residuals, flat(start), **tight)
+    solver = gnlin.LevenbergMarquardt(method="sparse")
+    end = gnlin.solve(start, groups, solver, max_steps=99)
+    assert "converged" in end.reason
+    np.testing.assert_allclose(end.loss, known.cost, rtol=1e-9)
 
 
 @pytest.mark.slow
@@ -183,9 +190,9 @@ def test_many_starts_at_once():
     solver = gnlin.DampedGaussNewton(1e-3, method="sparse", search=None)
     starts = jnp.stack([start, 0.9 * start])
     one = lambda s: gnlin.solve(s, groups, solver, max_steps=5, divergence=None).model
-    both = jax.vmap(one)(starts)
-    for each, alone in zip(both, starts, strict=True):
-        np.testing.assert_allclose(each, one(alone), rtol=1e-9, atol=1e-12)
+    both, alone = jax.jit(jax.vmap(one))(starts), jax.jit(one)(starts[1])
+    np.testing.assert_allclose(both[1], alone, rtol=1e-9, atol=1e-12)
+    assert np.any(both[0] != both[1])
 
 
 def test_jax_configuration_is_unchanged():
