@@ -65,7 +65,7 @@ def test_mini_batches_are_a_fit_by_hand():
 
 
 def test_the_linearised_network_is_looked_at_within_a_period():
-    settings = dataclasses.replace(SETTINGS, num_looks=6, learning_rate=1.0)
+    settings = dataclasses.replace(SETTINGS, seeds=1, num_looks=6, learning_rate=1.0)
     columns = training.mini_batches(settings, Place(), training.descent(6, 1.0))
     apart = columns["test_accuracy"] - columns["test_accuracy_linearised"]
     assert np.any(apart[:, :5] != 0)
@@ -122,7 +122,7 @@ def test_the_loss_of_guessing_is_the_least_of_constant_outputs(loss, targets, ex
     assert scores.guessing_loss(loss, targets) == pytest.approx(expected)
     outputs = np.zeros((len(targets), 3 if targets.ndim == 1 else targets.shape[1]))
     objective = gnlin.authoring.BatchLoss(loss, outputs, jnp.asarray(targets))
-    of = lambda constant: objective.value(jnp.broadcast_to(constant, outputs.shape))
+    of = jax.jit(lambda c: objective.value(jnp.broadcast_to(c, outputs.shape)))
     best = optimize.minimize(lambda c: float(of(c)), np.zeros(outputs.shape[1]))
     assert best.fun == pytest.approx(expected, rel=1e-6)
 
@@ -292,7 +292,7 @@ def test_a_run_ends_at_the_first_update_that_has_trained_it():
 
 @pytest.mark.parametrize("by", [1, 2])
 def test_a_shift_is_a_crop_of_the_padded_image(by):
-    image = jax.random.normal(jax.random.key(0), (2, 5, 6))
+    image = np.random.default_rng(0).normal(size=(2, 5, 6))
     padded = np.pad(image, ((0, 0), (by, by), (by, by)))
     crops = {
         padded[:, i : i + 5, j : j + 6].tobytes()
@@ -300,17 +300,16 @@ def test_a_shift_is_a_crop_of_the_padded_image(by):
         for j in range(2 * by + 1)
     }
     keys = jax.random.split(jax.random.key(1), 200)
-    found = {
-        np.asarray(x).tobytes()
-        for x in jax.vmap(lambda key: augmentation.shift(image, key, by))(keys)
-    }
+    shifted = jax.vmap(lambda key: augmentation.shift(jnp.asarray(image), key, by))
+    found = {x.tobytes() for x in np.asarray(jax.jit(shifted)(keys))}
     assert found == crops
 
 
 def test_half_of_the_images_are_flipped():
     image = jnp.arange(3 * 32 * 32, dtype=float).reshape(3, 32, 32)
     keys = jax.random.split(jax.random.key(1), 200)
-    changed = jax.vmap(lambda key: augmentation.flip_and_crop(image, key))(keys)
+    change = jax.vmap(lambda key: augmentation.flip_and_crop(image, key))
+    changed = jax.jit(change)(keys)
     middle = np.asarray(changed[:, 0, 16, 10:22])
     flipped = (np.diff(middle, axis=1) < 0).all(axis=1)
     assert np.all(flipped | (np.diff(middle, axis=1) > 0).all(axis=1))
@@ -411,4 +410,5 @@ def test_mnist_is_read_for_the_full_scale(tmp_path, monkeypatch):
     assert test_images.shape == (5, 1, 28, 28)
     assert float(images.max()) <= 1
     model = training.NETWORKS["lenet-mnist"](jax.random.key(0))
-    assert model(images[0].astype(float)).shape == (10,)
+    outputs = jax.eval_shape(model, images[0].astype(float))
+    assert outputs.shape == (10,)

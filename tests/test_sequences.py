@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import each_once, numbers
+from problems import drawn, each_once, numbers
 
 import gnlin
 from gnlin._linearisation._objective import BatchLoss
@@ -103,10 +103,12 @@ def test_labels_and_their_probabilities_have_one_mean():
         loss = gnlin.SoftmaxCrossEntropy(reduction="mean", class_weights=weights)
         own = np.ones((N, T)) if weights is None else weights[LABELS]
         expected = np.average(labels, weights=own)
-        for targets in (LABELS, one_hot):
-            objective = BatchLoss(loss, shapes, jnp.asarray(targets))
-            value = eqx.filter_jit(lambda objective, f: objective.value(f))
-            found = value(objective, jnp.asarray(OUTPUTS))
+
+        @jax.jit
+        def values(outputs, *targets, loss=loss):
+            return [BatchLoss(loss, shapes, x).value(outputs) for x in targets]
+
+        for found in values(OUTPUTS, LABELS, one_hot):
             assert float(found) == pytest.approx(expected, rel=1e-12)
 
 
@@ -121,7 +123,7 @@ class Token(eqx.Module):
     layer: eqx.nn.Linear
 
     def __init__(self):
-        self.layer = eqx.nn.Linear(2, C, key=jax.random.key(0))
+        self.layer = drawn(eqx.nn.Linear, 2, C)
 
     def __call__(self, x):
         return self.layer(x)
