@@ -342,7 +342,7 @@ def test_weights_that_are_used_several_times_have_as_many_positions(name):
         else:
             assert found == [t for t in positions if t]
         hand = lin.jacobian.at_hand()
-        pulled = ravel_pytree(hand.pull_back(a))[0]
+        pulled = ravel_pytree(hand.pull_back(jnp.asarray(a)))[0]
         return lin.kernel(), lin.matrix(), pulled, hand.push_forward(parameters)
 
     kernel, matrix, pulled, pushed = run(parameters, x)
