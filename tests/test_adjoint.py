@@ -59,6 +59,25 @@ def test_free_parameters_move_as_if_the_others_were_fixed(most):
     np.testing.assert_allclose(with_slope(SIGNAL)[1][3], expected, rtol=1e-5)
 
 
+def test_of_a_function_with_forward_mode_only():
+    """The number of turns of the loop depends on the data, so it has no reverse mode."""
+
+    def powers(p, y):
+        once = jnp.exp(-p["rate"] * TIMES / 4)
+        turns = jnp.where(y[0] < 100, 4, 5)
+        turn = lambda carry: (carry[0] + 1, carry[1] * once)
+        _, fourth = jax.lax.while_loop(lambda c: c[0] < turns, turn, (0, once**0))
+        return p["a"] * fourth - y
+
+    def slopes(fn):
+        solver, start = gnlin.LevenbergMarquardt(), {"a": 1.0, "rate": 0.5}
+        return jax.jit(jax.jacfwd(lambda y: minimum(fn, solver, start, y)))(SIGNAL)
+
+    found, expected = slopes(powers), slopes(decay)
+    for name in ("a", "rate"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-9)
+
+
 def turned(row, step):
     c, s = jnp.cos(step[0]), jnp.sin(step[0])
     return jnp.stack([c * row[0] - s * row[1], s * row[0] + c * row[1]])

@@ -1,6 +1,6 @@
 """Implicit derivatives of a minimum, also with bounds, a retraction or a likelihood."""
 
-from typing import Any
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, PyTree
 from .._common import _tree
 from .._linear_algebra import _lapack
 from .._linearisation._bounds import Box
+from .._linearisation._linearisation import linearised
+from .._linearisation._objective import SumOfSquares
 from .._linearisation._recognised import recognised
 from .._linearisation._retraction import Retraction
 
@@ -68,6 +70,8 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
     A likelihood in [`gnlin.Residuals`][] is differentiated too. optimistix's class needs
     a sum of squares, and raises an error.
 
+    A function with forward mode only has derivatives by `jax.jacfwd` and `jax.jvp`.
+
     In a direction that the data do not determine, such as a common shift of all poses of
     a graph, the derivative is zero. optimistix's class raises an error there.
 
@@ -108,18 +112,19 @@ def _stationary(optimum, _, inputs):
     fn, solver, _, args, *_ = inputs
     here = jax.lax.stop_gradient(optimum)
 
-    def objective(y):
-        posed = recognised(fn, y, args)
-        if posed is not None:
-            outputs, inputs, of_outputs = posed
-            return of_outputs.value(outputs(y, inputs))
-        residual, _ = fn(y, args)
-        return 0.5 * _tree.dot(residual, residual)
+    def slope_at(y, as_point=lambda y: y):
+        """Return the gradient of the objective, by either mode of differentiation."""
+        posed = recognised(fn, as_point(y), args)
+        plain = (lambda y, args: fn(y, args)[0]), args, SumOfSquares()
+        outputs, inputs, objective = plain if posed is None else posed
+        at = (lambda y, inputs: outputs(as_point(y), inputs)), y, inputs
+        lin, _ = linearised(*at, False, solver.memory_budget)
+        return lin.vjp(objective.gradient(lin.outputs))
 
     if solver.retraction is not None:
         retraction = Retraction.of(solver.retraction, here)
-        return _along(objective, retraction, here, optimum)
-    slope = jax.grad(objective)(optimum)
+        return _along(slope_at, retraction, here, optimum)
+    slope = slope_at(optimum)
     if solver.bounds is None:
         return slope
     box = Box.of(solver.bounds, optimum)
@@ -136,7 +141,7 @@ _stationary = getattr(_stationary, "__wrapped__", _stationary)
 
 
 def _along(
-    objective: Any, retraction: Retraction, here: PyTree[Array], y: PyTree[Array]
+    slope_at: Callable, retraction: Retraction, here: PyTree[Array], y: PyTree[Array]
 ) -> PyTree[Array]:
     """Return the gradient along the manifold at `here`, plus the part of `y - here` that
     is normal to the manifold, which has to stay zero."""
@@ -157,7 +162,7 @@ def _along(
         return structure.unflatten(parts)
 
     steps = list(map(step_of, tangents, leaves))
-    slopes = jax.grad(lambda s: objective(retraction.moved(here, as_leaves(s))))(steps)
+    slopes = slope_at(steps, lambda s: retraction.moved(here, as_leaves(s)))
 
     def each(tangent, change, step, slope):
         if tangent is None:
