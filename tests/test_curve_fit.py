@@ -135,7 +135,7 @@ def test_a_parameter_at_a_bound_beside_undetermined_ones():
 
     for held in ([2], [1], [0, 1]):
         free = ~np.isin(np.arange(5), held)
-        found, matrix = run(free)
+        found, matrix = jax.tree.map(np.asarray, run(free))
         np.testing.assert_array_equal(found.factor[np.array(held)], 0)
         determined = np.isin(np.arange(5), [1, 4], invert=True) | (1 in held)
         assert found.determined.tolist() == determined.tolist()
@@ -327,29 +327,6 @@ def test_outliers_have_no_influence():
     np.testing.assert_allclose(values(robust.standard_errors), error, rtol=0.5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "name"),
-    [
-        (gnlin.losses.PseudoHuber(0.1), "soft_l1"),
-        pytest.param(gnlin.losses.Arctan(0.1), "arctan", marks=pytest.mark.slow),
-    ],
-)
-def test_robust_losses_are_scipys(loss, name):
-    y = Y.copy()
-    y[[3, 20, 40]] += [3.0, -4.0, 5.0]
-    fit = gnlin.curve_fit(decay, X, y, START, sigma=1.0, loss=loss)
-    reference = scipy.optimize.least_squares(
-        lambda p: y - plain(X, *p),
-        values(fit.parameters) + 1e-3,
-        loss=name,
-        f_scale=0.1,
-        xtol=1e-15,
-        ftol=1e-15,
-        gtol=1e-15,
-    )
-    np.testing.assert_allclose(values(fit.parameters), reference.x, rtol=1e-5)
-
-
 def line(p, x):
     return p["a"] + p["b"] * x
 
@@ -378,13 +355,22 @@ def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
 
 
 def test_information_criteria_are_likelihoods():
-    """Take the noise's density, normal or Huber's, without its constant factor."""
+    """Take the noise's density, normal or Huber's, without its constant factor, at
+    SciPy's estimate."""
     x = np.linspace(-1, 1, 12)
     y = 1 + 0.2 * x + 0.1 * np.random.default_rng(6).normal(size=12)
     y[3] += 0.6
     options = {"absolute_sigma": True, "loss": gnlin.losses.Huber(1.5)}
     fit = gnlin.curve_fit(line, x, y, LINE, sigma=0.1, **options)
+    reference = scipy.optimize.least_squares(
+        lambda p: (y - p[0] - p[1] * x) / 0.1,
+        [1.0, 0.2],
+        loss="huber",
+        f_scale=1.5,
+        **{"xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15},
+    )
     a, b = values(fit.parameters)
+    np.testing.assert_allclose([a, b], reference.x, rtol=1e-5)
     r = np.abs(y - a - b * x) / 0.1
     deviance = np.sum(np.where(r < 1.5, r**2, 3 * r - 1.5**2))
     np.testing.assert_allclose(fit.aic, deviance + 4, rtol=1e-9)
@@ -461,22 +447,7 @@ def of_odr(function, x, y, sigma, sigma_x, start, **options):
         return ODR(data, Model(function), start, **tight).run()
 
 
-@pytest.mark.parametrize(("sigma", "sigma_x"), [(0.05, 0.02 * (1 + X)), (SIGMA, 0.1)])
-def test_errors_in_x_match_odrpack(sigma, sigma_x):
-    x = X + sigma_x * np.random.default_rng(1).normal(size=50)
-    fit = gnlin.curve_fit(decay, x, Y, START, sigma=sigma, sigma_x=sigma_x)
-    of_each = np.broadcast_to(sigma, 50), np.broadcast_to(sigma_x, 50)
-    known = of_odr(lambda p, x: plain(x, *p), x, Y, *of_each, [1.0, 0.0, 0.5])
-    np.testing.assert_allclose(values(fit.parameters), known.beta, rtol=1e-5)
-    np.testing.assert_allclose(values(fit.standard_errors), known.sd_beta, rtol=1e-4)
-    np.testing.assert_allclose(fit.chi_squared, known.sum_square, rtol=1e-8)
-    np.testing.assert_allclose(fit.reduced_chi_squared, known.res_var, rtol=1e-8)
-    np.testing.assert_allclose(fit.covariance_matrix / fit.scale**2, known.cov_beta, 1e-4)
-    np.testing.assert_allclose(fit.x, known.xplus, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(fit.residuals * sigma, -known.eps, rtol=1e-3, atol=1e-6)
-
-
-def test_errors_in_two_columns_of_x():
+def test_errors_in_x_match_odrpack():
     rng = np.random.default_rng(2)
     phase = rng.uniform(0, 6, 50)
     given = {"t": X + 0.1 * rng.normal(size=50), "phase": phase}
@@ -493,6 +464,12 @@ def test_errors_in_two_columns_of_x():
     known = of_odr(function, *both, sigma_x, [1.0, 0.5, 0.5])
     np.testing.assert_allclose(values(fit.parameters), known.beta, rtol=1e-5)
     np.testing.assert_allclose(values(fit.standard_errors), known.sd_beta, rtol=1e-4)
+    np.testing.assert_allclose(fit.chi_squared, known.sum_square, rtol=1e-8)
+    np.testing.assert_allclose(fit.reduced_chi_squared, known.res_var, rtol=1e-8)
+    np.testing.assert_allclose(fit.covariance_matrix / fit.scale**2, known.cov_beta, 1e-4)
+    found = np.stack([fit.x["t"], fit.x["phase"]])
+    np.testing.assert_allclose(found, known.xplus, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(fit.residuals * 0.05, -known.eps, rtol=1e-3, atol=1e-6)
     exact = {"t": 0.1, "phase": 0.0}
     fit = gnlin.curve_fit(line_and_wave, given, y, start, sigma=0.05, sigma_x=exact)
     np.testing.assert_array_equal(fit.x["phase"], phase)
@@ -597,11 +574,9 @@ def test_inside_jit():
     parameters, errors, _ = run(Y)
     np.testing.assert_allclose(values(parameters), values(fit.parameters), rtol=1e-8)
     np.testing.assert_allclose(values(errors), values(fit.standard_errors), rtol=1e-6)
-    # A missing value that is traced is not left out, unless it should be.
+    # A missing value that is traced is not left out.
     missing = np.where(X[3] == X, np.nan, Y)
     assert run(missing)[2] == optx.RESULTS.nonfinite._value
-    fit = lambda y: gnlin.curve_fit(decay, X, y, START, nan_policy="omit").parameters
-    np.testing.assert_allclose(values(jax.jit(fit)(missing)), values(fit(missing)))
 
 
 def test_fixed_with_values():
@@ -649,7 +624,7 @@ def test_a_missing_x_that_other_points_read():
     """Another x in its place would change the curve at its neighbours."""
     x = np.sin(np.arange(40.0)) + 0.1 * np.arange(40.0)
     blur = lambda p, x: p["a"] * x + p["b"] * (jnp.roll(x, 1) + jnp.roll(x, -1))
-    y = np.array(blur({"a": 1.0, "b": 0.5}, x))
+    y = x + 0.5 * (np.roll(x, 1) + np.roll(x, -1))
     start = {"a": 1.0, "b": 1.0}
     x[20] = np.nan
     with pytest.raises(ValueError, match="`f` also reads at other points"):
@@ -834,12 +809,6 @@ def test_lists_of_numbers(f, x):
     np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03], rtol=1e-6)
 
 
-def test_a_list_of_arrays_is_no_array():
-    parts = [X[:3], X[3:]]
-    fit = gnlin.curve_fit(lambda p, x: p * jnp.concatenate(x), parts, 2 * X, 1.0)
-    np.testing.assert_allclose(fit.parameters, 2, rtol=1e-12)
-
-
 def test_starts_that_reach_the_best_loss_are_counted():
     """The losses differ by rounding: they are zero or negative."""
     f = lambda p, x: jnp.exp(-p["a"] * x) + p["b"]
@@ -848,13 +817,8 @@ def test_starts_that_reach_the_best_loss_are_counted():
     assert "4 of 4 starts reached the best loss" in str(fit)
     negative = dataclasses.replace(fit, losses=np.array([-5, -5 + 1e-9, -4]))
     assert "2 of 3 starts reached the best loss" in str(negative)
-
-
-def test_no_starts_are_counted_if_all_are_non_finite():
-    f = lambda p, x: p["a"] * x + jnp.log(-1.0)
-    with pytest.warns(UserWarning, match="not finite"):
-        fit = gnlin.curve_fit(f, X, Y, {"a": 1.0}, bounds={"a": (0, 1)}, starts=4)
-    assert "starts reached" not in str(fit)
+    not_finite = dataclasses.replace(fit, losses=np.full(4, np.nan))
+    assert "starts reached" not in str(not_finite)
 
 
 def test_many_data_sets_at_once():
@@ -891,14 +855,19 @@ def test_many_starts_find_the_global_minimum():
     assert "of 32 starts reached the best loss" in str(fit)
 
 
-def test_starts_inside_a_compiled_function():
+def test_starts_and_missing_values_inside_a_compiled_function():
     bounds = {"a": (0.0, 9.0), "rate": (0.0, 5.0), "c": (-1.0, 2.0)}
+    given = {"bounds": bounds, "starts": 3, "nan_policy": "omit"}
 
+    @jax.jit
     def parameters(y):
-        return gnlin.curve_fit(decay, X, y, START, bounds=bounds, starts=3).parameters
+        return gnlin.curve_fit(decay, X, y, START, **given).parameters
 
-    found = jax.jit(parameters)(Y)
-    np.testing.assert_allclose(values(found), of_scipy()[0], rtol=1e-5)
+    np.testing.assert_allclose(values(parameters(Y)), of_scipy()[0], rtol=1e-5)
+    kept = X[3] != X
+    known, _ = scipy.optimize.curve_fit(plain, X[kept], Y[kept], [1, 0, 0.5], ftol=1e-14)
+    found = parameters(np.where(kept, Y, np.nan))
+    np.testing.assert_allclose(values(found), known, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -1023,8 +992,8 @@ def test_messages_for_loops_that_end_early_or_raise():
     assert "throw=False" in raised.value.__notes__[0]
 
 
-def written_anew(shift, power=1.0):
-    return lambda p, x: jax.nn.relu(p["a"]) * jnp.exp(-p["rate"] * x**power) + shift
+def written_anew(shift):
+    return lambda p, x: jax.nn.relu(p["a"]) * jnp.exp(-p["rate"] * x) + shift
 
 
 def test_a_redefined_function_is_not_compiled_again():
@@ -1046,8 +1015,6 @@ def test_a_redefined_function_is_not_compiled_again():
         lambda x, a, rate: plain(x, a, 1.0, rate), X, Y, [1, 0.5], ftol=1e-14
     )
     np.testing.assert_allclose(values(fits[1].parameters), expected, rtol=1e-6)
-    other = written_anew(shifts[0][50], power=2.0)
-    assert num_compiled(lambda: gnlin.curve_fit(other, X, Y, start)) > 0
 
 
 def test_another_max_steps_compiles_nothing():
@@ -1062,8 +1029,8 @@ def test_another_max_steps_compiles_nothing():
     with pytest.warns(UserWarning, match="all 2 steps were made"):
         assert not [name for name in names_compiled(lambda: run(2)) if "fitted" in name]
     assert len(fits[2].history.loss) == 2
-    history = jax.jit(lambda y: gnlin.curve_fit(decay, X, y, START, max_steps=2).history)
-    assert {rows.shape for rows in history(Y).values()} == {(2,)}
+    history = lambda y: gnlin.curve_fit(decay, X, y, START, max_steps=2).history
+    assert {rows.shape for rows in jax.eval_shape(history, Y).values()} == {(2,)}
 
 
 def with_slope(slope):
@@ -1093,20 +1060,20 @@ def orthogonal(p, x):
     "derivative", [jax.jacfwd, pytest.param(jax.jacrev, marks=pytest.mark.slow)]
 )
 def test_derivatives_where_singular_values_are_equal(derivative):
-    x = jnp.linspace(0, 2 * jnp.pi, 17)[:-1]
-    y = 2 * jnp.cos(x) - jnp.sin(x) + 0.1 * jnp.cos(5 * x)
+    x = np.linspace(0, 2 * np.pi, 17)[:-1]
+    y = 2 * np.cos(x) - np.sin(x) + 0.1 * np.cos(5 * x)
 
     def found(y):
         fit = gnlin.curve_fit(orthogonal, x, y, jnp.ones(2))
         return fit.parameters, fit.standard_errors
 
     of_parameters, of_errors = jax.jit(derivative(found))(y)
-    expected = jnp.stack([jnp.cos(x), jnp.sin(x)]) / 8
+    expected = np.stack([np.cos(x), np.sin(x)]) / 8
     np.testing.assert_allclose(of_parameters, expected, atol=1e-12)
-    residual = y - orthogonal(expected @ y, x)
-    error = jnp.sqrt(residual @ residual / 14 / 8)
+    residual = y - 8 * expected.T @ (expected @ y)
+    error = np.sqrt(residual @ residual / 14 / 8)
     along = residual / (14 * 8 * error)
-    np.testing.assert_allclose(of_errors, jnp.stack([along, along]), atol=1e-12)
+    np.testing.assert_allclose(of_errors, np.stack([along, along]), atol=1e-12)
 
 
 def test_derivatives_of_the_deviance():
@@ -1244,7 +1211,11 @@ def test_where_f_is_not_finite():
         gnlin.curve_fit(f, x, y, 1.0)
 
 
-@pytest.mark.parametrize("bounds", [None, {"k": (0.0, 10.0)}], ids=["loops", "bounds"])
+@pytest.mark.parametrize(
+    "bounds",
+    [None, pytest.param({"k": (0.0, 10.0)}, marks=pytest.mark.slow)],
+    ids=["loops", "bounds"],
+)
 def test_many_fits_whose_trials_are_expensive_take_few(bounds):
     """All data sets wait for the one with the most trials at each step."""
 
@@ -1282,13 +1253,16 @@ def test_a_curve_that_is_not_finite_has_no_errors():
     assert "error unknown" in str(fit)
 
 
-def test_complex_x():
+def test_a_list_of_complex_arrays_is_no_array():
     s = 1j * np.linspace(0.0, 4.0, 9)
     y = np.abs(3 / (0.7 + s))
-    f = lambda p, s: p["g"] / jnp.abs(jax.lax.complex(p["k"], 0.0) + s)
-    fit = gnlin.curve_fit(f, s, y, {"g": 1.0, "k": 1.0})
+
+    def f(p, parts):
+        return p["g"] / jnp.abs(jax.lax.complex(p["k"], 0.0) + jnp.concatenate(parts))
+
+    fit = gnlin.curve_fit(f, [s[:3], s[3:]], y, {"g": 1.0, "k": 1.0})
     np.testing.assert_allclose(values(fit.parameters), [3, 0.7], rtol=1e-8)
-    np.testing.assert_allclose(fit.band(s[:2]).mean, y[:2], rtol=1e-8)
+    np.testing.assert_allclose(fit.band([s[:1], s[5:6]]).mean, y[[0, 5]], rtol=1e-8)
 
 
 def test_fewer_points_than_parameters():
@@ -1641,8 +1615,8 @@ def test_no_error_of_a_start_for_each_data_set_hides_the_shapes():
 def test_the_variance_of_predictions(num_train, dtype):
     """Compare on both sides with the formula in dense Jacobians."""
     model = eqx.nn.MLP(2, 2, 5, 1, dtype=dtype, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (num_train, 2), dtype)
-    new = jax.random.normal(jax.random.key(2), (7, 2), dtype)
+    rng = np.random.default_rng(0)
+    x, new = (rng.normal(size=(n, 2)).astype(dtype) for n in (num_train, 7))
 
     @eqx.filter_jit
     def run(model, x, new):
@@ -1737,15 +1711,6 @@ def test_starts_inside_a_compiled_function_need_bounds():
         jax.jit(losses)(Y)
 
 
-def test_large_whole_numbers_in_single_precision():
-    x = np.arange(10.0)
-    y = 1_000_000_000 * np.arange(1, 11)
-    with jax.enable_x64(False):
-        for given in (y, y.astype(">i8"), y.tolist()):
-            fit = gnlin.curve_fit(line, x, given, LINE)
-            np.testing.assert_allclose(values(fit.parameters), 1e9, rtol=1e-5)
-
-
 def test_data_that_single_precision_rounds_away():
     x = 2460000.5 + np.linspace(0, 0.5, 40)
     y = 1 + x - x[0]
@@ -1754,24 +1719,16 @@ def test_data_that_single_precision_rounds_away():
         with pytest.warns(UserWarning, match="single precision rounds `x` by 0.12"):
             gnlin.curve_fit(of_first, x, y, LINE)
         gnlin.curve_fit(of_first, x - x[0], y, LINE)
+        # Large whole numbers as y are no reason to warn, however they are stored.
+        whole = 1_000_000_000 * np.arange(1, 41)
+        for given in (whole, whole.astype(">i8"), whole.tolist()):
+            fit = gnlin.curve_fit(of_first, np.arange(40.0), given, LINE)
+            np.testing.assert_allclose(values(fit.parameters), 1e9, rtol=1e-5)
         large = np.arange(2, 42, dtype=np.uint64) * 1_000_003
         scaled = lambda p, x: line(p, 1e-6 * x.astype(float))
         gnlin.curve_fit(scaled, large, y, LINE)
         with pytest.raises(ValueError, match="`y` has a missing value"):
             gnlin.curve_fit(line, x - x[0], np.full(40, np.nan), LINE)
-
-
-@pytest.mark.parametrize(("kind", "in_parts"), [(np.uint8, False), (np.int64, True)])
-def test_whole_numbers_of_x_do_not_wrap(kind, in_parts):
-    def curve(p, x):
-        return p["a"] + p["b"] * ((x - 20) ** 12 / 1e15)
-
-    x = np.arange(60)
-    y = 1 + 2e-15 * (x - 20.0) ** 12
-    start = {"a": 0.0, "b": 1.0}
-    fit = gnlin.curve_fit(curve, x.astype(kind), y, start, in_parts=in_parts)
-    np.testing.assert_allclose(values(fit.parameters), [1, 2], rtol=1e-8)
-    np.testing.assert_allclose(fit.band(x.astype(kind)).mean, y, rtol=1e-8)
 
 
 def test_a_cubic_over_thousands_of_channels_in_single_precision():
@@ -1791,19 +1748,23 @@ def test_a_cubic_over_thousands_of_channels_in_single_precision():
         (lambda p, of: p["heights"][of], True),
     ],
 )
-def test_indices_in_x_stay_whole_numbers(heights, in_parts):
+def test_indices_in_x_stay_whole_numbers_and_others_do_not_wrap(heights, in_parts):
     def curve(p, x):
-        return heights(p, x["of"]) * jnp.exp(-p["rate"] * (x["t"] - 3))
+        large = (x["n"] - 20) ** 12 / 1e15
+        return heights(p, x["of"]) * jnp.exp(-p["rate"] * (x["t"] - 3)) + p["b"] * large
 
-    of = np.repeat([0, 1], 20).astype(np.int8)
-    t = np.tile(np.arange(20, dtype=np.uint8), 2)
+    of = np.repeat([0, 1], 30).astype(np.int8)
+    t = np.tile(np.arange(30, dtype=np.uint8), 2)
+    x = {"of": of, "t": t, "n": np.arange(60)}
     y = np.array([2.0, 3.0])[of] * np.exp(-0.2 * (t - 3.0))
-    start = {"heights": np.ones(2), "rate": 0.1}
+    y += 2e-15 * (x["n"] - 20.0) ** 12
+    start = {"heights": np.ones(2), "rate": 0.1, "b": 1.0}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit = gnlin.curve_fit(curve, {"of": of, "t": t}, y, start, in_parts=in_parts)
+        fit = gnlin.curve_fit(curve, x, y, start, in_parts=in_parts)
     np.testing.assert_allclose(fit.parameters["heights"], [2, 3], rtol=1e-8)
     np.testing.assert_allclose(fit.parameters["rate"], 0.2, rtol=1e-8)
+    np.testing.assert_allclose(fit.band(x).mean, y, rtol=1e-8)
 
 
 def by_hash(p, x):
@@ -1843,12 +1804,6 @@ def test_a_function_that_needs_whole_numbers_gets_them(f, x):
         y = f(expected, x)
         curve = Curve(f).on(expected, None, x)
         np.testing.assert_allclose(curve.values(expected, None, x), y)
-        if f is not by_hash:
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the names differ by their rounding
-            fit = gnlin.curve_fit(f, x, y, np.zeros(2, np.float32), sigma=0.1)
-        np.testing.assert_allclose(fit.parameters, expected, rtol=1e-5)
 
 
 def test_columns_of_whole_numbers_that_a_function_joins():
@@ -1858,12 +1813,12 @@ def test_columns_of_whole_numbers_that_a_function_joins():
         return p[0] + p[1] * both**3 / 1e9
 
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        x = {"u": np.arange(2000), "v": np.arange(2000, 4000)}
+        x = {"u": jnp.arange(2000), "v": jnp.arange(2000, 4000)}
+        p = jnp.array([1.0, 2.0])
+        with pytest.warns(DeprecationWarning, match="an old function"):
+            found = Curve(f).on(p, None, x).values(p, None, x)
         y = 1 + 2e-9 * np.arange(4000.0) ** 3
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            fit = gnlin.curve_fit(f, x, y, np.zeros(2, np.float32))
-        np.testing.assert_allclose(fit.parameters, [1, 2], rtol=1e-3)
+        np.testing.assert_allclose(found, y, rtol=1e-5)
 
 
 def test_a_model_with_whole_numbers_as_x():
