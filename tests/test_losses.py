@@ -1175,7 +1175,7 @@ def test_a_label_out_of_range_has_no_loss(label):
 
 
 def test_a_label_that_is_out_of_range_inside_jit_is_never_a_success():
-    solver = gnlin.LevenbergMarquardt()
+    solver = gnlin.DampedGaussNewton(0.1)
 
     @jax.jit
     def run(labels):
@@ -1252,8 +1252,8 @@ def test_the_delta_of_a_loss_within_a_model_is_not_trained():
 def test_delta_is_a_number_like_any_other():
     """Another delta compiles nothing, many are one call, and it has a derivative."""
     of_delta, solver = gnlin.losses.Cauchy, gnlin.GaussNewton(rtol=1e-12)
-    x = jnp.linspace(0.0, 2.0, 20)
-    y = (2 * jnp.exp(-x)).at[3].add(2.0)
+    x = np.linspace(0.0, 2.0, 20)
+    y = 2 * np.exp(-x) + 2.0 * (np.arange(20) == 3)
 
     def found(delta):
         fn = lambda p, d: p[0] * jnp.exp(-p[1] * d[0]) - d[1]
@@ -1272,7 +1272,6 @@ def test_delta_is_a_number_like_any_other():
     assert np.all(np.isnan(jax.jit(lambda d: of_delta(d).elementwise(x, y))(-1.0)))
 
     step = 1e-5
-    alone = jax.jit(found)
-    expected = (alone(0.3 + step) - alone(0.3 - step)) / (2 * step)
-    derivative = jax.jit(jax.jacfwd(found))(0.3)
-    np.testing.assert_allclose(derivative, expected, rtol=1e-5)
+    both = jax.jit(lambda delta: jax.jvp(found, (delta,), (1.0,)))
+    expected = (both(0.3 + step)[0] - both(0.3 - step)[0]) / (2 * step)
+    np.testing.assert_allclose(both(0.3)[1], expected, rtol=1e-5)
