@@ -243,7 +243,7 @@ def test_batches_of_few_examples():
     steps that suit many examples would. Nor does it freeze, as it would if each example
     that lost a little raised the damping."""
     images, labels = load_digits(return_X_y=True)
-    x, y = jnp.asarray(images[:300] / 16, jnp.float32), jnp.asarray(labels[:300])
+    x, y = np.float32(images[:200] / 16), labels[:200]
     model = eqx.nn.MLP(64, 10, 32, 1, dtype=x.dtype, key=jax.random.key(0))
     result = gnlin.fit(
         model,
@@ -426,10 +426,7 @@ def test_validation_of_the_network_and_of_its_linearisation():
     assert "validation_loss_linearised" not in gauss_newton.history
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["adam", "momentum"])
-def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
-    kept, monkeypatch
-):
+def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(monkeypatch):
     seen = []
 
     class Seen(_run.Compiled):
@@ -439,12 +436,9 @@ def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
 
     monkeypatch.setattr(_run, "Compiled", Seen)
     n, inputs, width, classes = 128, 20, 64, 10
-    key = jax.random.key(0)
-    model = eqx.nn.MLP(inputs, classes, width, 1, jnp.tanh, key=key)
-    data = jax.random.normal(key, (n, inputs)), jnp.arange(n) % classes
-    solver = gnlin.IterativeLinearisation(3, 0.05, 0.9)
-    if kept:
-        solver = gnlin.IterativeLinearisation(3, optimiser=ADAM, restart=False)
+    model = eqx.nn.MLP(inputs, classes, width, 1, jnp.tanh, key=jax.random.key(0))
+    data = np.random.default_rng(0).normal(size=(n, inputs)), np.arange(n) % classes
+    solver = gnlin.IterativeLinearisation(3, optimiser=ADAM, restart=False)
     loss = gnlin.SoftmaxCrossEntropy()
     fit(model, [data], solver, loss=loss, steps=1)
     (traced,) = seen
@@ -843,17 +837,14 @@ class Several(eqx.Module):
         return {"product": product, "pair": (jnp.sum(product),)}
 
 
-@pytest.mark.parametrize(
-    "solver", [gnlin.IterativeLinearisation(3, 0.003), gnlin.DampedGaussNewton(0.3)]
-)
-def test_trees_of_inputs_and_outputs(solver):
+def test_trees_of_inputs_and_outputs():
     model = Several(jnp.ones(3), jnp.asarray(2))
     targets = {"product": 6 * X, "pair": (6 * jnp.sum(X, axis=1),)}
     data = {"in": X}, targets
     result = fit(
         model,
         data,
-        solver,
+        gnlin.IterativeLinearisation(3, 0.003),
         epochs=20,
         validation=data,
         metrics={"pair": lambda f, t: jnp.mean(jnp.abs(f["pair"][0] - t["pair"][0]))},
@@ -911,7 +902,7 @@ class Images(eqx.Module):
         return self.dense(jnp.tanh(x).ravel()), state
 
 
-@pytest.mark.parametrize("driver", ["fit", "solve", "optax"])
+@pytest.mark.parametrize("driver", ["fit", "solve"])
 def test_half_precision_is_computed_with_in_single_precision(driver):
     """The result is that of the same numbers in single precision, rounded."""
 
@@ -919,8 +910,8 @@ def test_half_precision_is_computed_with_in_single_precision(driver):
         change = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
         return jax.tree.map(change, tree)
 
-    images = jax.random.normal(jax.random.key(0), (8, 1, 4, 4))
-    labels = jnp.arange(8) % 2
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(8, 1, 4, 4)))
+    labels = np.arange(8) % 2
     given = (*eqx.nn.make_with_state(Images)(jax.random.key(1)), images)
     given = cast(given, jnp.bfloat16)
     spec = jax.tree.map(eqx.is_inexact_array, given[0])
@@ -932,9 +923,8 @@ def test_half_precision_is_computed_with_in_single_precision(driver):
         data = images, labels
         if driver == "solve":
             return gnlin.solve(model, data, SHORT, max_steps=3, **every)
-        solver = optax.adam(1e-2) if driver == "optax" else SHORT
         every |= {"batch_size": 4, "epochs": 2, "validation": data}
-        return gnlin.fit(model, data, solver, **every)
+        return gnlin.fit(model, data, SHORT, **every)
 
     half, single = trained(jnp.bfloat16), trained(jnp.float32)
     np.testing.assert_array_equal(half.history.loss, single.history.loss)
