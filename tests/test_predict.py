@@ -197,11 +197,9 @@ def test_cross_entropy_by_flow():
     along = literal(model, data, small, [200, 2000], gradient, 0.01)
     times = [10 * learning_rate, 100 * learning_rate]
     np.testing.assert_allclose(flow(TEST, times=times), along, atol=2e-2)
-    losses = flow.loss([0, 1, math.inf])
-    assert losses[1] < losses[0]
     outputs, rows = dense(model, inputs)
     # At the end, the slope along each parameter is that of the damping
-    end = flow()
+    end = np.asarray(flow())
     slope = softmax(end, -1) - np.eye(2)[np.asarray(labels)]
     pulled = rows @ rows.T @ np.ravel(slope)
     moved = np.ravel(end - outputs)
