@@ -74,12 +74,6 @@ few_solvers = pytest.mark.parametrize(
 )
 
 
-# The two with the most different loops.
-two_solvers = pytest.mark.parametrize(
-    "solver", [(SOLVERS | LM)[name][0] for name in FEW[2:]], ids=FEW[2:]
-)
-
-
 def result_is(solution, name):
     return bool(solution.result == getattr(optx.RESULTS, name))
 
@@ -112,8 +106,8 @@ def split_sines(y, args):
     return (r[0], {"rest": r[1:].reshape(2, 3)})
 
 
-@two_solvers
-def test_pytrees_of_parameters_and_residuals(solver):
+def test_pytrees_of_parameters_and_residuals():
+    solver = gnlin.LevenbergMarquardt()
     y, args = as_jax(sines_data((7, 3)))
     flat = least_squares(sines, solver, y, args, max_steps=3)
     solution = least_squares(split_sines, solver, split(y), args, max_steps=3)
@@ -131,9 +125,9 @@ def oriented(y, args):
     return rotation @ sines(y[order], data)
 
 
-@two_solvers
 @hypothesis.given(st.integers(0, 2**32 - 1))
-def test_order_of_parameters_and_rotation_of_residuals_do_not_matter(solver, seed):
+def test_order_of_parameters_and_rotation_of_residuals_do_not_matter(seed):
+    solver = gnlin.LevenbergMarquardt()
     generator = np.random.default_rng(seed)
     y, data = sines_data((7, 3), seed=5)
     order = generator.permutation(3)
@@ -222,9 +216,9 @@ def test_a_start_with_residuals_of_exactly_zero_ends_with_success(solver):
     np.testing.assert_array_equal(exactly.value, np.zeros(3))
 
 
-@two_solvers
-def test_squares_that_underflow_are_no_success(solver):
+def test_squares_that_underflow_are_no_success():
     """In single precision the square of 1e-25 is zero, and so is every loss."""
+    solver = gnlin.LevenbergMarquardt()
     y, args = jax.tree.map(lambda x: x.astype(np.float32), sines_data((7, 3)))
 
     def tiny(y, args):
@@ -334,15 +328,7 @@ def test_residuals_not_finite_at_the_start_or_at_the_next_point(solver):
         assert int(solution.stats["num_accepted_steps"]) == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gauss-newton",
-        "damped, curvature",
-        "truncated, matrix-free",
-        "levenberg-marquardt",
-    ],
-)
+@pytest.mark.parametrize("name", ["damped, curvature", "levenberg-marquardt"])
 def test_jacobian_not_finite_at_the_start(name):
     solver = (FAR | FAR_LM)[name]
     start = jnp.asarray([1.0, 0.0])
@@ -388,8 +374,9 @@ GRIDS = {
 
 
 @pytest.mark.parametrize(("build", "values"), GRIDS.values(), ids=GRIDS)
-def test_vmap_over_a_grid_is_one_program(build, values):
+def test_vmap_over_a_grid_and_starts_is_one_program(build, values):
     y, args = as_jax(sines_data((7, 3), seed=5))
+    values, starts = jnp.asarray(values), jnp.stack([y, 0.5 * y, -y])
     num_traces = 0
 
     def counted(y, args):
@@ -403,17 +390,17 @@ def test_vmap_over_a_grid_is_one_program(build, values):
         solution = optx.least_squares(counted, solver, y, args, max_steps=3, throw=False)
         return solution.value, solution.stats["num_steps"]
 
-    grid = jax.jit(jax.vmap(run, (0, None, None)))
-    together, num_steps = grid(jnp.asarray(values), y, args)
+    grid = jax.jit(jax.vmap(run, (0, 0, None)))
+    together, num_steps = grid(values, starts, args)
     after_grid = num_traces
     for i in range(len(values)):
-        alone, alone_steps = run(jnp.asarray(values)[i], y, args)
+        alone, alone_steps = run(values[i], starts[i], args)
         np.testing.assert_allclose(together[i], alone, rtol=1e-9)
         assert num_steps[i] == alone_steps
         assert np.all(np.isfinite(alone))
     after_first = num_traces
-    grid(jnp.asarray(values)[::-1], y, args)
-    run(jnp.asarray(values)[0], y, args)
+    grid(values[::-1], starts, args)
+    run(values[0], y, args)
     assert num_traces == after_first
     assert after_first <= 2 * after_grid, "one trace for the grid, one alone"
     assert len(np.unique(np.asarray(together)[:, 0])) >= len(values) - 1
@@ -444,26 +431,8 @@ def test_another_number_of_the_same_solver_does_not_compile_again(solvers):
     assert not np.allclose(values[0], values[1])
 
 
-def test_vmap_over_starts():
+def test_derivative_of_the_solution_with_respect_to_the_data():
     solver = gnlin.LevenbergMarquardt()
-    y, args = as_jax(sines_data((7, 3), seed=5))
-    starts = jnp.stack([y, 0.5 * y, -y])
-    together = jax.jit(
-        jax.vmap(lambda y: least_squares(sines, solver, y, args, max_steps=3000).value)
-    )(starts)
-    for start, value in zip(starts, together, strict=True):
-        alone = least_squares(sines, solver, start, args, max_steps=3000).value
-        np.testing.assert_allclose(value, alone, rtol=1e-8)
-
-
-IMPLICIT = {
-    "levenberg-marquardt": gnlin.LevenbergMarquardt(),
-    "iterative linearisation": gnlin.IterativeLinearisation(10**6, 0.3),
-}
-
-
-@pytest.mark.parametrize("solver", IMPLICIT.values(), ids=IMPLICIT)
-def test_derivative_of_the_solution_with_respect_to_the_data(solver):
     y, (a, b) = as_jax(sines_data((7, 3), seed=5, size=0.4))
     b = 0.5 * b
 
@@ -494,8 +463,9 @@ def test_derivative_of_the_solution_with_respect_to_the_data(solver):
 #
 
 
-@few_solvers
-def test_single_precision(solver):
+@pytest.mark.parametrize("name", ["gauss-newton", "levenberg-marquardt"])
+def test_single_precision(name):
+    solver, _ = (SOLVERS | LM)[name]
     y, args = sines_data((7, 3), seed=5)
     single = as_jax((y, args), jnp.float32)
     converged = least_squares(sines, solver, *single, max_steps=3000)
@@ -534,30 +504,23 @@ def test_with_double_precision_disabled():
     script = """
         import warnings
         warnings.simplefilter("error")
-        import equinox as eqx, gnlin, jax, jax.numpy as jnp, math, optimistix as optx
+        import gnlin, jax, jax.numpy as jnp, math, numpy as np
 
         assert not jax.config.jax_enable_x64
-
-        def fn(y, args):
-            return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
-
-        start, solver = jnp.array([-1.2, 1.0]), gnlin.LevenbergMarquardt()
-        solution = optx.least_squares(fn, solver, start, max_steps=400)
-        assert solution.value.dtype == jnp.float32
-        assert jnp.allclose(solution.value, 1, atol=1e-2), solution.value
-
         warnings.filterwarnings("ignore", ".*loss has risen")
-        model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
-        x = jnp.linspace(-1, 1, 6)[:, None]
+        model = lambda w, x: w @ x, jnp.full((1, 1), 0.3)
+        x = np.linspace(-1, 1, 6, dtype=np.float32)[:, None]
+        solution = gnlin.solve(model, (x, 2 * x), max_steps=3)
+        assert jnp.allclose(solution.model[1], 2, atol=1e-2)
         for period in (10**8, math.inf):
             solver = gnlin.IterativeLinearisation(period, 1e-2)
-            solution = gnlin.solve(model, (x, jnp.sin(x)), solver, max_steps=1)
+            solution = gnlin.solve(model, (x, np.sin(x)), solver, max_steps=1)
             assert solution.stats["num_accepted_steps"] == 1
             assert jnp.all(jnp.isfinite(solution.history.loss))
             assert solution.history.loss.dtype == jnp.float32
 
-        labels, loss = jnp.array([0, 1, 2, 1, 0, 2]), gnlin.SoftmaxCrossEntropy()
-        model = eqx.nn.Linear(1, 3, key=jax.random.key(0))
+        labels, loss = np.array([0, 1, 2, 1, 0, 2]), gnlin.SoftmaxCrossEntropy()
+        model = lambda w, x: w @ x, jnp.full((3, 1), 0.3)
         solver = gnlin.IterativeLinearisation(10, 0.1, damping=0.1)
         solution = gnlin.solve(model, (x, labels), solver, loss=loss, max_steps=2)
         assert solution.stats["num_accepted_steps"] == 2
@@ -581,9 +544,9 @@ def test_with_double_precision_disabled():
     ids=lambda solver: type(solver).__name__,
 )
 def test_the_history_through_optimistix_is_that_of_solve(solver):
-    x = jnp.linspace(0.0, 1.0, 12)
+    x = np.linspace(0.0, 1.0, 12)
     curve = lambda b, x: b[0] * jnp.exp(-b[1] * x)
-    y = curve(jnp.array([2.0, 3.0]), x) + 0.01 * jnp.sin(40 * x)
+    y = 2 * np.exp(-3 * x) + 0.01 * np.sin(40 * x)
     start = jnp.array([1.0, 1.0])
     # Stop before rounding decides the value of a step.
     expected = gnlin.solve((curve, start), (x, y), solver, max_steps=4).history
