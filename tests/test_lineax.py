@@ -188,3 +188,16 @@ def test_no_damping_and_a_rest_of_zero():
 
     expected = np.linalg.lstsq(matrix, -b)[0]
     np.testing.assert_allclose(step(jnp.zeros(3)), expected, rtol=1e-10)
+
+
+def test_parameters_of_two_precisions_by_a_direct_solver():
+    a = np.random.default_rng(0).normal(size=(7, 5))
+    y = {"a": jnp.zeros(3, jnp.float32), "b": jnp.zeros(2)}
+    flat = lambda y: jnp.concatenate([y["a"].astype(float), y["b"]])
+    lin = gnlin.linearise(lambda y, _: a @ flat(y) - 1, y)
+    quadratic = gnlin.authoring.SumOfSquares().expand(lin)
+    ready = gnlin.authoring.choose(quadratic, gnlin.filters.Tikhonov(0.1), method=lx.QR())
+    with jax.numpy_dtype_promotion("standard"):  # lineax needs it here
+        step = ready.solve(gnlin.filters.Tikhonov(0.1)).step
+    expected = np.linalg.solve(a.T @ a + 0.1 * np.eye(5), a.T @ np.ones(7))
+    np.testing.assert_allclose(flat(step), expected, rtol=1e-5)

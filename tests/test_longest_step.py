@@ -143,6 +143,28 @@ def test_a_network_is_trained_further_than_by_one_damping_a_linearisation():
     assert loss_after(None) < 0.3 * loss_after(1e-3)
 
 
+def test_a_first_step_that_is_not_a_number_only_raises_the_damping():
+    """Neither its length nor the units of the next one decide what is accepted."""
+    rule, x64 = LongestStep(), jnp.dtype(float)
+    number = lambda x: jnp.asarray(x, float)
+    no = jnp.array(False)
+
+    def after(state, damping, length, accepted):
+        zero = number(0)
+        numbers = number(damping), number(1), jnp.array(accepted), number(length)
+        trial = gnlin.damping.Trial(*numbers, number(1), zero, no, zero, no)
+        good = trial.accepted & rule.accepts(state, trial)
+        trial = eqx.tree_at(lambda t: t.accepted, trial, good)
+        return bool(good), rule.after(state, trial)
+
+    for unit in (1e-8, 1e8):
+        _, state = after(rule.init(x64), 1e-3, np.nan, accepted=False)
+        assert float(state.damping) == pytest.approx(3e-3)
+        accepted, state = after(state, 3e-3, unit, accepted=True)
+        assert accepted
+        assert float(state.length) == pytest.approx(unit)
+
+
 @pytest.mark.parametrize("bad", [0.0, 1.0, -0.1])
 def test_a_ratio_is_between_zero_and_one(bad, unchecked):
     with pytest.raises(ValueError, match="`ratio`"):

@@ -324,20 +324,25 @@ def grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]
     return groups, left
 
 
-# lineax knows a Jacobian as an operator without special structure.
-_as_function = lambda op: lx.FunctionLinearOperator(op.mv, op.in_structure())
-for has in (
-    lx.is_symmetric,
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.is_lower_triangular,
-    lx.is_upper_triangular,
-    lx.is_positive_semidefinite,
-    lx.is_negative_semidefinite,
-    lx.has_unit_diagonal,
-):
-    has.register(AbstractJacobian)(lambda operator: False)
-for same in (lx.linearise, lx.conj):
-    same.register(AbstractJacobian)(lambda operator: operator)
-for part in (lx.materialise, lx.diagonal, lx.tridiagonal):
-    part.register(AbstractJacobian)(lambda op, part=part: part(_as_function(op)))
+def plain_operator(kind: type[lx.AbstractLinearOperator]) -> None:
+    """Register `kind` with lineax as an operator without special structure."""
+    as_function = lambda op: lx.FunctionLinearOperator(op.mv, op.in_structure())
+    for has in (
+        lx.is_symmetric,
+        lx.is_diagonal,
+        lx.is_tridiagonal,
+        lx.is_lower_triangular,
+        lx.is_upper_triangular,
+        lx.is_positive_semidefinite,
+        lx.is_negative_semidefinite,
+        lx.has_unit_diagonal,
+    ):
+        has.register(kind)(lambda operator: False)
+    for of in (lx.linearise, lx.conj):
+        of.register(kind)(lambda operator: operator)
+    lx.materialise.register(kind)(lambda op: lx.materialise(as_function(op)))
+    lx.diagonal.register(kind)(lambda op: lx.diagonal(as_function(op)))
+    lx.tridiagonal.register(kind)(lambda op: lx.tridiagonal(as_function(op)))
+
+
+plain_operator(AbstractJacobian)

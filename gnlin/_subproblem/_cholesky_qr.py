@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
-from .._common._tree import gram, gram_of_columns, gram_of_triangle, matmul, ravel_pytree
+from .._common._tree import (
+    gram,
+    gram_of_columns,
+    gram_of_triangle,
+    matmul,
+    on_one_cpu,
+    ravel_pytree,
+)
 from .._jacobian import Cost
 from .._linear_algebra import _lapack
 from .._linearisation._quadratic import Quadratic
@@ -76,9 +83,7 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
         # No step depends on L, which is therefore a constant to derivatives.
         identity = jnp.eye(len(self.curvature), dtype=phi.dtype)
         lower = _tree.fixed(_lapack.cholesky(self.curvature + self.shift * identity))
-        both = jnp.concatenate([phi.T, identity], axis=1)
-        both = triangular_solve(lower, both, left_side=True, lower=True)
-        self.q, self.inverse = both[:, : len(phi)], both[:, len(phi) :]
+        self.q, self.inverse = _divided(lower, phi.T, identity)
         self.gram = gram(self.q)
         self.damped = gram_of_triangle(self.inverse)
         self.flat_gradient, self.gradient_in_q = self._gradients(problem)
@@ -171,3 +176,15 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
 
     def _scaled_damping(self, filter: Filter) -> Scalar:
         return jnp.asarray(self.damping_of(filter), self.q.dtype) / self.unit**2
+
+
+def _divided(
+    lower: Float[Array, "p p"], matrix: Float[Array, "p m"], identity: Float[Array, "p p"]
+) -> tuple[Float[Array, "p m"], Float[Array, "p p"]]:
+    r"""Return $L^{-1}$ times a matrix, and $L^{-1}$."""
+    divide = lambda right: triangular_solve(lower, right, left_side=True, lower=True)
+    if not on_one_cpu():  # A solution would gather a matrix that several devices share.
+        inverse = divide(identity)
+        return matmul(inverse, matrix), inverse
+    both = divide(jnp.concatenate([matrix, identity], axis=1))
+    return both[:, : matrix.shape[1]], both[:, matrix.shape[1] :]

@@ -2,14 +2,15 @@
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
 from .._common._passes import Passes
-from .._jacobian import Cost
+from .._jacobian import AbstractJacobian, Cost, plain_operator
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import PseudoInverse, Tikhonov
@@ -60,12 +61,7 @@ class ByLineax(AbstractMethod):
             below = _tree.zeros_like(jacobian.domain.tree)
         else:
             below = _tree.scale(jnp.where(_tree.any_nonzero(below), -1 / root, 0), below)
-
-        def stacked(step: PyTree[Array]) -> PyTree[Array]:
-            return jacobian.mv(step), _tree.scale(root, step)
-
-        operator = lx.FunctionLinearOperator(stacked, jacobian.in_structure())
-        return self._solved(operator, (minus_r, below))
+        return self._solved(_Damped(jacobian, root), (minus_r, below))
 
     def _solved(self, operator: lx.AbstractLinearOperator, vector: PyTree) -> Answer:
         solution = lx.linear_solve(operator, vector, self.solver, throw=False)
@@ -76,3 +72,34 @@ class ByLineax(AbstractMethod):
             self.problem.jacobian.a_product() * num_steps,
             result=optx.RESULTS.promote(solution.result),
         )
+
+
+class _Damped(lx.AbstractLinearOperator):
+    r"""The operator $\phi$ above $\sqrt\lambda I$."""
+
+    jacobian: AbstractJacobian
+    root: Scalar
+
+    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self.jacobian.mv(vector), _tree.scale(self.root, vector)
+
+    def as_matrix(self) -> Float[Array, "m_plus_p p"]:
+        matrix = self.jacobian.as_matrix()
+        identity = jnp.eye(matrix.shape[1], dtype=matrix.dtype)
+        return jnp.concatenate([matrix, self.root.astype(matrix.dtype) * identity])
+
+    def transpose(self) -> lx.AbstractLinearOperator:
+        def rmv(vectors):
+            above, below = vectors
+            return _tree.axpy(self.root, below, self.jacobian.rmv(above))
+
+        return lx.FunctionLinearOperator(rmv, self.out_structure())
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.jacobian.in_structure()
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.jacobian.out_structure(), self.jacobian.in_structure()
+
+
+plain_operator(_Damped)

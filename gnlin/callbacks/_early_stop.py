@@ -115,8 +115,8 @@ class EarlyStop(Callback):
         unmeasured = self.events == "measurements" and np.all(np.isnan(values))
         if unmeasured and len(values) > 0:
             warnings.warn(
-                f"`EarlyStop` had nothing to judge: {self.monitor!r} is NaN in all "
-                f"{len(values)} rows of the history.",
+                f"`EarlyStop` had nothing to judge: {self.monitor!r} is NaN in each row "
+                "of the history.",
                 stacklevel=2,
             )
         if self.best_arrays is not None and np.isfinite(self.best):

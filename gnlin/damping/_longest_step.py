@@ -77,7 +77,8 @@ class LongestStep(AbstractFromFirst):
     and so on, until the trials change from accepted to failing or the reverse. It then
     bisects the interval, in logarithms, until its ends are within a factor of 1.5. A step
     is at most three times as long as the last one, or a thousandth of the point if that
-    is longer. A step of more than two thirds of this length ends the search.
+    is longer. After a longer one the damping grows at once by as much as the step was too
+    long, and a step of at least two thirds of this length ends the search.
 
     For a step with 99 % of the undamped step's predicted decrease $0.3\,\rho$ suffices:
     such steps lie in long valleys, where predictions are too optimistic.
@@ -140,7 +141,7 @@ class LongestStep(AbstractFromFirst):
         """Return the length of a step over the largest length."""
         longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)
         longest = jnp.maximum(longest, _SHORT * trial.size)
-        return trial.length / jnp.where(longest > 0, longest, 1)
+        return trial.length / jnp.where(longest == 0, 1, longest)
 
     def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
@@ -182,13 +183,14 @@ class LongestStep(AbstractFromFirst):
         between = (low > 0) & jnp.isfinite(high)
         # At large dampings the length is proportional to 1 / damping. The step is then
         # nearly the longest, and ends the search: NIST's fits take a fifth fewer trials.
-        shorter = jnp.fmin(excess * _RESOLUTION**0.5, _LARGEST_MOVE)
+        shorter = jnp.minimum(excess * _RESOLUTION**0.5, _LARGEST_MOVE)
         shorter = jnp.fmax(state.move, shorter)
         move = jnp.where(good, 1 / state.move, shorter)
         damping = jnp.where(between, jnp.sqrt(low) * jnp.sqrt(high), trial.damping * move)
         move = jnp.minimum(state.move**2, _LARGEST_MOVE)
         move = jnp.where(number > 1, move, state.move)
-        length = jnp.where(state.length < 0, trial.length, state.length)
+        is_first = (state.length < 0) & jnp.isfinite(trial.length)
+        length = jnp.where(is_first, trial.length, state.length)
         on = _Edge(
             damping=damping,
             low=low,

@@ -1,13 +1,11 @@
 """The variance of a linearised model's predictions."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, ScalarLike
 
-from .._common import _tree
 from .._common._checks import check_finite_positive
 from .._linearisation._linearisation import check_same_parameters, Linearisation
-from .._linearisation._quadratic import Quadratic
-from ._eigenbasis import Eigenbasis
 
 
 def predictive_variance(
@@ -22,9 +20,8 @@ def predictive_variance(
     $$\sigma^2\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top =
     \tfrac{\sigma^2}{\lambda}(K_{**} - K_{*}(K + \lambda I)^{-1}K_{*}^\top).$$
 
-    With more parameters than outputs only kernels are needed, which are computed layer by
-    layer if possible, unless singular values of the Jacobian are affordable, which are
-    more accurate.
+    The side with the smaller matrix is used. With more parameters than outputs this needs
+    only kernels, which are computed layer by layer if possible, and m x m numbers.
 
     **Arguments:**
 
@@ -56,9 +53,21 @@ def predictive_variance(
     """
     check_finite_positive("damping", damping)
     check_same_parameters(test, train)
-    basis = Eigenbasis.of(Quadratic(train.jacobian, _tree.zeros_like(train.outputs)))
-    damping = jnp.asarray(damping, basis.eigenvalues.dtype)
-    seen = basis.seen_from(test.jacobian)
-    flat = jnp.maximum(basis.variance(test.jacobian, seen, damping), 0)
-    flat *= jnp.asarray(variance, flat.dtype) / damping
+    m, p = train.shape
+
+    def whitened(square, sides):
+        identity = jnp.eye(len(square), dtype=square.dtype)
+        factor = jnp.linalg.cholesky(
+            square + jnp.asarray(damping, square.dtype) * identity
+        )
+        half = jax.scipy.linalg.solve_triangular(factor, sides, lower=True)
+        return jnp.sum(half**2, axis=0)
+
+    if p <= m:
+        flat = whitened(train.curvature(), test.matrix().T)
+    else:
+        prior = test.jacobian.squared_rows()
+        rest = jnp.maximum(prior - whitened(train.kernel(), train.kernel(test)), 0)
+        flat = rest / jnp.asarray(damping, rest.dtype)
+    flat *= jnp.asarray(variance, flat.dtype)
     return test.jacobian.codomain.unravel(flat)
