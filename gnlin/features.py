@@ -163,7 +163,10 @@ def kernel_drift(
 ) -> Scalar:
     r"""Estimate the relative change of the kernel, without forming it:
 
-    $$\frac{\lVert\Theta - \Theta_s\rVert_F}{\lVert\Theta_s\rVert_F}.$$
+    $$\frac{\lVert\Theta - \Theta_s\rVert_F}{\lVert\Theta_s\rVert_F},$$
+
+    where $\Theta$ is the kernel of the first linearisation, `now`, and $\Theta_s$ that of
+    the second, `then`, which was earlier.
 
     Both norms are estimated by $E\,\lVert\Theta u\rVert^2 = \lVert\Theta\rVert_F^2$ with
     the same standard normal probes u. A probe takes a transposed and a tangent pass of
@@ -201,7 +204,8 @@ def parameter_distance(a: PyTree, b: PyTree) -> Scalar:
 
 def relative_distances(now: PyTree, then: PyTree) -> PyTree[Scalar]:
     r"""Return $\lVert\theta - \theta_s\rVert/\lVert\theta_s\rVert$ for each array of
-    parameters, in the models' structure, to see which layers have moved. It is 0 for an
+    parameters, in the models' structure, to see which layers have moved. The first model,
+    `now`, has the parameters $\theta$, and the second, `then`, $\theta_s$. It is 0 for an
     unchanged array, and infinite for a changed one that was zero, such as a bias.
 
     !!! example

@@ -67,6 +67,8 @@ def _check(name: str, value: Any, holds: Callable[[np.ndarray], Any], what: str)
             ": a schedule may be the damping of `DampedGaussNewton` or of "
             "`TruncatedGaussNewton`, or be inside an `optimiser`, `optax.sgd(schedule)`"
         ) * inspect.isroutine(value)
+        if inspect.isclass(value):
+            hint = f": call it, `{value.__name__}(...)`"
         raise ValueError(
             f"`{name}` must be a real number, but {value!r} was given{hint}."
         )

@@ -119,8 +119,8 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
         return ""
     return (
         f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {first:.3g} "
-        f"to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more damping or a smaller "
-        "learning rate."
+        f"to {last:.3g}: use more damping, larger batches or a smaller learning rate, or "
+        "`gnlin.LevenbergMarquardt()` in place of another solver."
     )
 
 

@@ -45,8 +45,9 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
             what = f"the loss has stayed above {factor:g} times its start"
             what += "; the model is the best so far"
         return (
-            f"it diverged: {what}. Use `gnlin.LevenbergMarquardt()`, more damping, a "
-            "smaller learning rate, or a `search`."
+            f"it diverged: {what}. Use more damping, larger batches, a smaller learning "
+            "rate or a `search`, or `gnlin.LevenbergMarquardt()` in place of another "
+            "solver."
         )
     said = " ".join(optx.RESULTS[result].split()).split(". ")[0]
     advice = " Use more damping, or another `method`." if name == "failed" else ""
