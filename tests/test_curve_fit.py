@@ -1817,3 +1817,40 @@ def test_a_model_with_whole_numbers_as_x():
     bowl = Bowl(jnp.array(25.0), np.arange(40.0))
     fit = gnlin.curve_fit(bowl, x, y, {"slope": 1.0})
     np.testing.assert_allclose(fit.parameters["slope"], 0.5, rtol=1e-8)
+
+
+def steep_fit():
+    """A fit whose loss rises like a sixth power at the ends of the interval."""
+    steep = lambda p, x: p["a"] + 10 * p["a"] ** 3 + 0 * x
+    y = np.array([1.0, -1.0] * 5)
+    return gnlin.curve_fit(steep, np.arange(10.0), y, {"a": 0.5}, bounds={"a": (-2, 2)})
+
+
+def test_an_interval_where_the_loss_rises_steeply():
+    interval = steep_fit().confidence_intervals()
+    rise = scipy.stats.f.ppf(0.95, 1, 9) / 9  # relative to the least sum of squares
+    end = scipy.optimize.brentq(lambda a: (a + 10 * a**3) ** 2 - rise, 0, 2)
+    for found, expected in ((interval.low, -end), (interval.high, end)):
+        np.testing.assert_allclose(found["a"], expected, rtol=1e-4)
+
+
+def test_an_end_that_is_not_found_is_told(monkeypatch):
+    monkeypatch.setattr("gnlin._curve_fit._profiles._MOST_REFITS", 2)
+    with pytest.warns(UserWarning, match="interval of a was not found: it lies between"):
+        interval = steep_fit().confidence_intervals()
+    assert np.isnan(interval.low["a"])
+
+
+def test_intervals_of_many_points_in_single_precision():
+    """The rise of the loss is known to a hundredth only."""
+    t = np.linspace(0, 4, 100_000, dtype=np.float32)
+    noise = 0.15 * np.random.default_rng(0).normal(size=t.size)
+    y = (2.5 * np.exp(-1.3 * t) + 0.4 + noise).astype(np.float32)
+    model = lambda p, t: p["height"] * jnp.exp(-p["rate"] * t) + p["background"]
+    start = {name: jnp.float32(1) for name in ("height", "rate", "background")}
+    fit = gnlin.curve_fit(model, t, y, start)
+    interval = fit.confidence_intervals()
+    for name, value in fit.parameters.items():
+        for end, sign in ((interval.low, -1), (interval.high, 1)):
+            in_errors = (end[name] - value) / fit.standard_errors[name]
+            np.testing.assert_allclose(in_errors, sign * 1.96, rtol=0.01)

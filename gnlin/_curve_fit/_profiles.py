@@ -1,5 +1,6 @@
 """Confidence intervals from the profile likelihood."""
 
+import warnings
 from typing import TYPE_CHECKING
 
 import equinox as eqx
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 # Relative tolerance at which an end of an interval counts as found.
 _NEAR = 1e-5
+# After the last refit it also counts as found in a bracket of this relative width, as
+# where the loss is only known to its rounding.
+_ROUGHLY = 1e-3
 _MOST_REFITS = 30
 # The search for an end stops this many standard errors from the best fit.
 _FARTHEST = 1e4
@@ -83,29 +87,48 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         if not (np.isfinite(unit) and unit > 0):
             return np.nan
         # A bracket of the end, and the step into it, in standard errors.
-        near, far, step, distance = 0.0, np.inf, quantile, 0.0
-        is_astray, is_at_bound, value = False, False, centre
+        near, far, step = 0.0, np.inf, quantile
+        last_step, last_distance, is_astray = 0.0, 0.0, False
         for number in range(_MOST_REFITS):
             step = min(step, reach / unit)
             is_at_bound = step >= reach / unit
             value = bound if is_at_bound else centre + sign * step * unit
-            distance, start = risen(k, value, start)
+            distance, refitted = risen(k, value, start)
             is_below = distance < quantile
-            is_last = is_below and (is_at_bound or step >= _FARTHEST)
-            if is_last or abs(distance - quantile) <= _NEAR * quantile:
-                break
+            if is_below and is_at_bound:
+                return bound
+            if is_below and step >= _FARTHEST:
+                return sign * np.inf
+            if abs(distance - quantile) <= _NEAR * quantile:
+                return value
             is_huge = number == 0 and unit > _ASTRAY * abs(centre) > 0
             if is_huge and not 1 / _ASTRAY <= distance / quantile <= _ASTRAY:
-                is_astray, unit, start = True, abs(centre), best
+                is_astray, unit = True, abs(centre)
                 continue
-            near, far = (step, far) if is_below else (near, step)
-            secant = step * quantile / distance if distance > 0 else np.inf
+            if is_below:  # A refit that is above may have ended at another minimum.
+                near, start = step, refitted
+            else:
+                far = step
+            if near >= (1 - _NEAR) * far:  # The loss jumps here.
+                return value
+            slope = (distance - last_distance) / (step - last_step)
+            secant = step + (quantile - distance) / slope if slope > 0 else np.inf
+            last_step, last_distance = step, distance
             widest = 4 * max(near, quantile)
             middle = widest if np.isinf(far) else 0.5 * (near + far)
+            # Bisect from time to time, because secants may narrow a bracket slowly.
             is_inside = near < secant < min(far, widest) and not is_astray
-            step = secant if is_inside else middle
-        is_met = is_at_bound or abs(distance - quantile) <= 1e-3 * quantile
-        return value if is_met else sign * np.inf
+            halves = np.isfinite(far) and number % 3 == 2
+            step = secant if is_inside and not halves else middle
+        if near >= (1 - _ROUGHLY) * far:
+            return value
+        warnings.warn(
+            f"An end of the confidence interval of {fit.names[k]} was not found: it lies "
+            f"between {centre + sign * near * unit:.4g} and "
+            f"{centre + sign * far * unit:.4g}.",
+            stacklevel=6,
+        )
+        return np.nan
 
     low, high = ([end_of(k, sign) for k in range(best.size)] for sign in (-1, 1))
     return of_all(low), of_all(high)
