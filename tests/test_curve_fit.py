@@ -1725,22 +1725,24 @@ def test_a_cubic_over_thousands_of_channels_in_single_precision():
 
 
 @pytest.mark.parametrize(
-    ("heights", "in_parts"),
+    ("heights", "kind", "in_parts"),
     [
-        (lambda p, of: jax.nn.one_hot(of, 2, dtype=float) @ p["heights"], False),
-        (lambda p, of: p["heights"][of], True),
+        (
+            lambda p, of: jax.nn.one_hot(of, 2, dtype=float) @ p["heights"],
+            np.uint8,
+            False,
+        ),
+        (lambda p, of: p["heights"][of], np.int64, True),
     ],
 )
-def test_indices_in_x_stay_whole_numbers_and_others_do_not_wrap(heights, in_parts):
+def test_indices_in_x_stay_whole_numbers_and_others_do_not_wrap(heights, kind, in_parts):
     def curve(p, x):
-        large = (x["n"] - 20) ** 12 / 1e15
+        large = (x["t"] - 20) ** 12 / 1e19
         return heights(p, x["of"]) * jnp.exp(-p["rate"] * (x["t"] - 3)) + p["b"] * large
 
-    of = np.repeat([0, 1], 30).astype(np.int8)
-    t = np.tile(np.arange(30, dtype=np.uint8), 2)
-    x = {"of": of, "t": t, "n": np.arange(60)}
-    y = np.array([2.0, 3.0])[of] * np.exp(-0.2 * (t - 3.0))
-    y += 2e-15 * (x["n"] - 20.0) ** 12
+    of, t = np.tile([0, 1], 30).astype(np.int8), np.arange(60.0)
+    x = {"of": of, "t": t.astype(kind)}
+    y = np.array([2.0, 3.0])[of] * np.exp(-0.2 * (t - 3)) + 2e-19 * (t - 20) ** 12
     start = {"heights": np.ones(2), "rate": 0.1, "b": 1.0}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
