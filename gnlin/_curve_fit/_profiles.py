@@ -87,7 +87,7 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         if not (np.isfinite(unit) and unit > 0):
             return np.nan
         # A bracket of the end, and the step into it, in standard errors.
-        near, far, step = 0.0, np.inf, quantile
+        near, far, step, value = 0.0, np.inf, quantile, centre
         last_step, last_distance, is_astray = 0.0, 0.0, False
         for number in range(_MOST_REFITS):
             step = min(step, reach / unit)

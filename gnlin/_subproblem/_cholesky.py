@@ -211,8 +211,9 @@ class OnParameters(AbstractMethod, AbstractByCholesky):
         self.matrix = matrix.astype(_tree.dtype((matrix, self._gradient)))
         self.factor = None
 
-    # That of `AbstractMethod` comes first, and is not as close to the eigenvalue.
-    largest_curvature = AbstractByCholesky.largest_curvature
+    def largest_curvature(self) -> Scalar:
+        # That of `AbstractMethod` would come first, and is not as close.
+        return AbstractByCholesky.largest_curvature(self)
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
