@@ -1386,6 +1386,7 @@ class Solved(eqx.Module):
             "length 2, or none of them",
         ),
         ({"sigma_x": -0.1}, "`sigma_x` must be finite, and positive, or 0"),
+        ({"sigma_x": 0.1}, "`sigma_x` needs `sigma`, because data do not determine"),
         ({"sigma_x": np.ones(7)}, "`sigma_x` must be one number, or have the shape"),
         ({"sigma_x": {"t": 1.0}}, "`sigma_x` must be one number, or have the structure"),
         (

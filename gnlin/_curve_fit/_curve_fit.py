@@ -88,8 +88,8 @@ def curve_fit(
     - `sigma_x`: the standard deviations of x, if x was measured too: one number, or a
         pytree like `x`, with 0 for an exact x. The true x are then fitted as well, with
         $\frac12((x - x_i)/\sigma_{x,i})^2$ added to the objective (orthogonal distance
-        regression), and returned as `fit.x`. This needs squared error and suits up to
-        some hundreds of points, since the Jacobian is dense.
+        regression), and returned as `fit.x`. This needs squared error and `sigma`, and
+        suits up to some hundreds of points, since the Jacobian is dense.
     - `absolute_sigma`: whether `sigma` and `sigma_x` are known absolutely. By default
         they are known up to a common factor, which is estimated from the residuals, as in
         SciPy. With a robust loss, standard errors always come from the residuals.
@@ -176,6 +176,11 @@ def curve_fit(
         return as_curve_fit(setting, curve, None, end, found)
     warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
+    if sigma_x is not None and sigma is None:
+        raise ValueError(
+            "`sigma_x` needs `sigma`, because data do not determine the ratio of both "
+            "errors: pass the standard deviations of `y`, too."
+        )
     given = x
     x, values, missing = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
     data, axes = data_of(x, values, sigma, sigma_x, nan_policy)
