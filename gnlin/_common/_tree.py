@@ -246,7 +246,7 @@ def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(lambda a: _cast(s, a.dtype) * a, x)
 
 
-def quotient(x: Array | float, y: Array, where: Array | None = None) -> Array:
+def quotient(x: Array | ScalarLike, y: Array, where: Array | None = None) -> Array:
     """Return `x / y` where a condition holds, by default where `y` is not zero, and 0
     elsewhere, with derivatives that are finite there, too."""
     where = y != 0 if where is None else where
