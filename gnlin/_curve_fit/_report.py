@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Correlations below this are not reported.
 _LEAST_CORRELATION = 0.1
-_MOST_OUTLIERS = 10
+_MOST_CORRELATIONS, _MOST_OUTLIERS = 10, 10
 
 
 def names_of(tree: PyTree) -> tuple[str, ...]:
@@ -41,7 +41,10 @@ def report(fit: "CurveFit") -> str:
     pairs = _correlations(fit)
     if pairs:
         lines += ["", f"correlations of at least {_LEAST_CORRELATION:g}:"]
-        lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in pairs]
+        shown = pairs[:_MOST_CORRELATIONS]
+        lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in shown]
+        if len(pairs) > len(shown):
+            lines.append(f"  and {len(pairs) - len(shown)} smaller ones")
     outliers = np.zeros(0) if fit.residuals is None else fit.outliers()
     if outliers.size:
         shown = ", ".join(map(str, outliers[:_MOST_OUTLIERS]))
