@@ -1857,3 +1857,12 @@ def test_intervals_of_many_points_in_single_precision():
         for end, sign in ((interval.low, -1), (interval.high, 1)):
             in_errors = (end[name] - value) / fit.standard_errors[name]
             np.testing.assert_allclose(in_errors, sign * 1.96, rtol=0.01)
+
+
+def test_a_report_has_the_ten_largest_correlations():
+    quintic = lambda p, x: jnp.polyval(p["c"], x)
+    x = np.linspace(0, 1, 30)
+    fit = gnlin.curve_fit(quintic, x, np.cos(3 * x), {"c": np.zeros(6)})
+    text = str(fit)
+    assert text.count(", c[") == 10
+    assert "and 5 smaller ones" in text
