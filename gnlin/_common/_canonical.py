@@ -247,7 +247,7 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
-def of_one_example(batch: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+def of_one_example(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     """Return the shapes of one example, without the leading axis."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
