@@ -1252,8 +1252,8 @@ def test_the_delta_of_a_loss_within_a_model_is_not_trained():
 def test_delta_is_a_number_like_any_other():
     """Another delta compiles nothing, many are one call, and it has a derivative."""
     of_delta, solver = gnlin.losses.Cauchy, gnlin.GaussNewton(rtol=1e-12)
-    x = np.linspace(0.0, 2.0, 20)
-    y = 2 * np.exp(-x) + 2.0 * (np.arange(20) == 3)
+    x = jnp.linspace(0.0, 2.0, 20)
+    y = 2 * jnp.exp(-x) + 2.0 * (np.arange(20) == 3)
 
     def found(delta):
         fn = lambda p, d: p[0] * jnp.exp(-p[1] * d[0]) - d[1]
