@@ -9,7 +9,6 @@ import pytest
 from problems import each_pair
 
 import gnlin
-from gnlin._common import _tree
 from gnlin._subproblem._prox_linear import ProxLinear
 
 
@@ -170,12 +169,3 @@ def test_a_method_of_your_own_without_a_name_refuses_a_filter():
     ready = gnlin.authoring.choose(problem((3, 2)), FILTER, method=Dense)
     with pytest.raises(ValueError, match="'Dense' cannot be used for `GradientFlow`"):
         ready.solve(gnlin.filters.GradientFlow(1.0))
-
-
-def test_products_of_large_matrices_with_their_transposes(monkeypatch):
-    monkeypatch.setattr(_tree, "_HALVED", 4)
-    a = np.random.default_rng(0).normal(size=(11, 11))
-    np.testing.assert_allclose(_tree.gram(jnp.asarray(a)), a @ a.T, atol=1e-13)
-    lower = np.tril(a)
-    found = _tree.gram_of_triangle(jnp.asarray(lower))
-    np.testing.assert_allclose(found, lower @ lower.T, atol=1e-13)

@@ -181,6 +181,9 @@ def test_products_with_themselves_by_halves(num_rows, num_columns, dtype, monkey
     rows = np.random.default_rng(0).normal(size=(num_rows, num_columns)).astype(dtype)
     tolerances = {"rtol": 1e-5, "atol": 1e-5} if dtype == np.float32 else {"rtol": 1e-12}
     gram, of_columns = jax.jit(_tree.gram)(rows), jax.jit(_tree.gram_of_columns)(rows)
+    lower = np.tril(rows @ rows.T)
+    of_triangle = jax.jit(_tree.gram_of_triangle)(lower)
+    np.testing.assert_allclose(of_triangle, lower @ lower.T, **tolerances)
     np.testing.assert_allclose(gram, rows @ rows.T, **tolerances)
     np.testing.assert_allclose(of_columns, rows.T @ rows, **tolerances)
     assert gram.dtype == of_columns.dtype == dtype

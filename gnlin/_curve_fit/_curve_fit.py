@@ -175,12 +175,7 @@ def curve_fit(
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return as_curve_fit(setting, curve, None, end, found)
     warn_of_rounding(x=x, y=y)
-    x, sigma_x = errors_of_x(as_x(x), sigma_x)
-    if sigma_x is not None and sigma is None:
-        raise ValueError(
-            "`sigma_x` needs `sigma`, because data do not determine the ratio of both "
-            "errors: pass the standard deviations of `y`, too."
-        )
+    x, sigma_x = errors_of_x(as_x(x), sigma_x, sigma)
     given = x
     x, values, missing = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
     data, axes = data_of(x, values, sigma, sigma_x, nan_policy)

@@ -207,7 +207,7 @@ def check_alone(
             )
 
 
-def errors_of_x(x: PyTree[Array], sigma_x: Any) -> tuple[PyTree, PyTree]:
+def errors_of_x(x: PyTree[Array], sigma_x: Any, sigma: Any) -> tuple[PyTree, PyTree]:
     """Return x as floats and the standard deviation of each entry, if there are any."""
     if sigma_x is None:
         return x, None
@@ -221,7 +221,13 @@ def errors_of_x(x: PyTree[Array], sigma_x: Any) -> tuple[PyTree, PyTree]:
             f"{sigma_x!r} was given."
         )
     x = jax.tree.map(lambda value: as_floats(value, "x"), x)
-    return x, jax.tree.map(_error_of_x, x, each)
+    errors = jax.tree.map(_error_of_x, x, each)
+    if sigma is None:
+        raise ValueError(
+            "`sigma_x` needs `sigma`, because data do not determine the ratio of both "
+            "errors: pass the standard deviations of `y`, too."
+        )
+    return x, errors
 
 
 def _error_of_x(x: Array, given: Any) -> Array:

@@ -122,13 +122,15 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             step = secant if is_inside and not halves else middle
         if near >= (1 - _ROUGHLY) * far:
             return value
-        warnings.warn(
+        ends = (f"{centre + sign * part * unit:.4g}" for part in (near, far))
+        lost.append(
             f"An end of the confidence interval of {fit.names[k]} was not found: it lies "
-            f"between {centre + sign * near * unit:.4g} and "
-            f"{centre + sign * far * unit:.4g}.",
-            stacklevel=6,
+            f"between {' and '.join(ends)}."
         )
         return np.nan
 
+    lost: list[str] = []
     low, high = ([end_of(k, sign) for k in range(best.size)] for sign in (-1, 1))
+    if lost:
+        warnings.warn(" ".join(lost), stacklevel=3)
     return of_all(low), of_all(high)

@@ -41,10 +41,10 @@ def report(fit: "CurveFit") -> str:
     pairs = _correlations(fit)
     if pairs:
         lines += ["", f"correlations of at least {_LEAST_CORRELATION:g}:"]
-        shown = pairs[:_MOST_CORRELATIONS]
-        lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in shown]
-        if len(pairs) > len(shown):
-            lines.append(f"  and {len(pairs) - len(shown)} smaller ones")
+        largest = pairs[:_MOST_CORRELATIONS]
+        lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in largest]
+        if len(pairs) > len(largest):
+            lines.append(f"  and {len(pairs) - len(largest)} smaller ones")
     outliers = np.zeros(0) if fit.residuals is None else fit.outliers()
     if outliers.size:
         shown = ", ".join(map(str, outliers[:_MOST_OUTLIERS]))

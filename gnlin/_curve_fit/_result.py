@@ -271,11 +271,11 @@ class CurveFit(eqx.Module):
         is in units of the residuals' mean squared pull over the loss's mean second
         derivative. An end is at the bound if that is nearer. So the interval of a
         parameter at a bound is an upper or lower limit, where the loss has risen as much
-        as at the ends of the other intervals. An end is infinite if the
-        loss never rises as much, and NaN for parameters that are fixed or not determined,
-        or, with a warning, if the search for it fails. If the variance is estimated
-        and the fit is exact to rounding, the intervals come from the standard errors, and
-        there are no limits.
+        as at the ends of the other intervals. An end is infinite if the loss never rises
+        as much. It is NaN for parameters that are fixed or not determined, and, with a
+        warning, if the search for it fails. If the variance is estimated and the fit is
+        exact to rounding, the intervals come from the standard errors, and there are no
+        limits.
 
         ??? cite "Reference"
 

@@ -149,7 +149,7 @@ def _sum(trees: Iterable[Of]) -> Of:
 
 
 def _most(passes) -> Passes:
-    """Return the passes that all groups take in one pass together."""
+    """Return the passes of all groups if they share them."""
     counts = [(each.jvps, each.vjps) for each in passes]
     jvps, vjps = zip(*counts, strict=True)
     return Passes(max(jvps), max(vjps))
