@@ -1839,9 +1839,11 @@ def test_an_interval_where_the_loss_rises_steeply():
 
 def test_an_end_that_is_not_found_is_told(monkeypatch):
     monkeypatch.setattr("gnlin._curve_fit._profiles._MOST_REFITS", 2)
-    with pytest.warns(UserWarning, match="interval of a was not found: it lies between"):
-        interval = steep_fit().confidence_intervals()
+    fit, words = steep_fit(), "interval of a was not found: it lies between"
+    with pytest.warns(UserWarning, match=words) as told:
+        interval = fit.confidence_intervals()
     assert np.isnan(interval.low["a"])
+    assert told[0].filename == __file__
 
 
 def test_intervals_of_many_points_in_single_precision():

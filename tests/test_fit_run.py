@@ -461,8 +461,10 @@ def test_an_early_stop_by_a_measure_of_groups(parts, every, tmp_path):
 @pytest.mark.parametrize("every", ["step", 100])
 def test_an_early_stop_without_a_number_to_judge_is_told(every):
     measure = gnlin.callbacks.Measure({"error": lambda _: np.nan}, every)
-    with pytest.warns(UserWarning, match="'error' is NaN in each row of the history"):
+    words = "'error' is NaN in each row of the history"
+    with pytest.warns(UserWarning, match=words) as told:
         result = fit(steps=2, callbacks=[EarlyStop("error"), measure])
+    assert told[0].filename.endswith("fit_problems.py")  # which calls `gnlin.fit`
     assert int(result.stats["num_steps"]) == 2
 
 

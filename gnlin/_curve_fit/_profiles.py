@@ -122,15 +122,16 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             step = secant if is_inside and not halves else middle
         if near >= (1 - _ROUGHLY) * far:
             return value
-        ends = (f"{centre + sign * part * unit:.4g}" for part in (near, far))
+        bracket = sorted(centre + sign * part * unit for part in (near, far))
         lost.append(
             f"An end of the confidence interval of {fit.names[k]} was not found: it lies "
-            f"between {' and '.join(ends)}."
+            f"between {bracket[0]:.4g} and {bracket[1]:.4g}."
         )
         return np.nan
 
     lost: list[str] = []
     low, high = ([end_of(k, sign) for k in range(best.size)] for sign in (-1, 1))
     if lost:
-        warnings.warn(" ".join(lost), stacklevel=3)
+        # Beyond this function are the method, Equinox's wrapper and the user's line.
+        warnings.warn(" ".join(lost), stacklevel=4)
     return of_all(low), of_all(high)

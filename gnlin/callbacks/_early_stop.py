@@ -117,7 +117,7 @@ class EarlyStop(Callback):
             warnings.warn(
                 f"`EarlyStop` had nothing to judge: {self.monitor!r} is NaN in each row "
                 "of the history.",
-                stacklevel=2,
+                stacklevel=5,  # the line that calls `gnlin.fit`
             )
         if self.best_arrays is not None and np.isfinite(self.best):
             run.set_arrays(self.best_arrays)
