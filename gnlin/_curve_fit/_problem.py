@@ -35,7 +35,9 @@ class FitSettings(NamedTuple):
             as_array = lambda number: jnp.asarray(number, float)
             loss = eqx.tree_at(lambda loss: loss.dispersion, loss, replace_fn=as_array)
         most = min(self.max_steps, jnp.iinfo(jnp.int32).max)
-        return self._replace(max_steps=jnp.array(most), loss=loss)
+        rtol: Any = jnp.asarray(self.solver.rtol, float)
+        solver = eqx.tree_at(lambda s: s.rtol, self.solver, rtol)
+        return self._replace(max_steps=jnp.array(most), loss=loss, solver=solver)
 
     @property
     def likelihood(self) -> AbstractElementwiseLoss | None:
