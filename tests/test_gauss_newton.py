@@ -92,6 +92,23 @@ def test_a_linear_problem_is_solved_in_one_step_and_recognised_in_the_next():
     assert int(solution.stats["num_steps"]) == 2
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_linear_problem_converges_by_products_in_single_precision(noise):
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(rng.standard_normal((60, 40)), jnp.float32)
+    true = jnp.asarray(rng.standard_normal(40), jnp.float32)
+    y = matrix @ true + noise * jnp.asarray(rng.standard_normal(60), jnp.float32)
+    solution = gnlin.solve(
+        (lambda p, _: matrix @ p, jnp.zeros(40, jnp.float32)),
+        (jnp.zeros((1, 1), jnp.float32), y[None]),
+        gnlin.GaussNewton(method="matrix-free"),
+    )
+    assert solution.result == optx.RESULTS.successful
+    assert int(solution.stats["num_steps"]) <= 4
+    expected = np.linalg.lstsq(np.float64(matrix), np.float64(y))[0]
+    np.testing.assert_allclose(solution.model[1], expected, atol=2e-5)
+
+
 def test_counts():
     y, args = as_jax(sines_data((7, 3)))
     solution = least_squares(sines, gnlin.GaussNewton(), y, args, max_steps=2)
