@@ -407,6 +407,46 @@ def test_one_compilation_for_all_dampings_models_and_data():
         assert traced == (1 if i == 0 else 0)
 
 
+RATE = 1.0
+
+
+def rate_of_now():
+    return RATE
+
+
+def decay(p, t):
+    return jnp.exp(-rate_of_now() * p * t)
+
+
+def scaled(p, t):
+    return RATE * p - t
+
+
+def test_functions_read_the_values_of_now(monkeypatch):
+    t, one = jnp.linspace(0, 1, 8), jnp.array(1.0)
+    data, pair = (t, jnp.exp(-2 * t)), (decay, one)
+    groups, cell = gnlin.Residuals(scaled, jnp.array([2.0])), 0.0
+
+    def shifted(p, t):
+        return p + cell * t
+
+    for number in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "RATE", number)
+        cell = number
+        ends = (
+            gnlin.solve(pair, data).model[1],
+            gnlin.fit(pair, data, steps=15).model[1],
+            gnlin.curve_fit(decay, *data, one).parameters,
+            gnlin.solve(one, groups).model,
+            one + gnlin.predict.correction(one, groups).step,
+        )
+        np.testing.assert_allclose(ends, 2 / number, rtol=1e-6)
+        exact = gnlin.curve_fit(shifted, t, 1 + number * t, one)
+        np.testing.assert_allclose(exact.parameters, 1)
+        kernel = gnlin.TangentKernel(pair)(t[-1:]).item()
+        np.testing.assert_allclose(kernel, (number * np.exp(-number)) ** 2)
+
+
 def test_redefined_functions_are_not_compiled_again():
     model = network()
 

@@ -1,6 +1,7 @@
 """Functions that are compared by their programs, so that a new function object with the
 same program, such as a lambda in a loop, is not compiled again."""
 
+import contextlib
 import functools
 import types
 import weakref
@@ -75,13 +76,64 @@ class _Traced:
         return isinstance(other, _Traced) and self._key == other._key
 
 
+# For each function what it read when it was traced, and what is remembered of it.
 _of_functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def memory_of(fn: Callable[..., Any]) -> dict[Hashable, Any]:
-    """Return what is remembered of a plain function, by the kinds of its arguments."""
-    is_kept = isinstance(fn, types.FunctionType)
-    return _of_functions.setdefault(fn, {}) if is_kept else {}
+    """Return what is remembered of a plain function, by the kinds of its arguments. It is
+    forgotten if the function reads other values than before."""
+    if not isinstance(fn, types.FunctionType):
+        return {}
+    now = _read(fn)
+    read, memory = _of_functions.get(fn, (now, {}))
+    if read != now:
+        memory = {}
+    _of_functions[fn] = now, memory
+    return memory
+
+
+def read_by(leaves: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Return what the functions among some leaves read from outside."""
+    return tuple(map(_read, leaves))
+
+
+_DATA = bool | int | float | complex | str | tuple | np.ndarray | np.generic | Array
+
+
+def _read(fn: Any) -> tuple[Hashable, ...]:
+    """Return the numbers and arrays that a plain function reads from its closure and its
+    module, directly or through the module's functions that it calls. What it reads from
+    other modules, or as attributes of objects, is left out, as by `jax.jit`."""
+    found: dict[Any, Hashable] = {}
+    waiting = [fn]
+    while waiting:
+        fn = waiting.pop()
+        if not isinstance(fn, types.FunctionType) or fn in found:
+            continue
+        values = _variables(fn).values()
+        data = (x for x in values if isinstance(x, _DATA) and not isinstance(x, Tracer))
+        # An array of JAX never changes, and may be on another device.
+        found[fn] = tuple(
+            _Itself(x) if isinstance(x, Array) else _key_of_value(x, 0) for x in data
+        )
+        here = fn.__globals__
+        waiting += [x for x in values if getattr(x, "__globals__", None) is here]
+    return tuple(found.values())
+
+
+def _variables(fn: types.FunctionType) -> dict[str, Any]:
+    """Return the variables outside of a function that its code names."""
+    names, codes = set(), [fn.__code__]
+    for code in codes:
+        names.update(code.co_names)
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    known = sorted(names & fn.__globals__.keys())
+    values = {name: fn.__globals__[name] for name in known}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            values[name] = cell.cell_contents
+    return values
 
 
 def kind_of(args: PyTree[Any]) -> tuple[Any, Hashable, Hashable]:
@@ -93,11 +145,12 @@ def kind_of(args: PyTree[Any]) -> tuple[Any, Hashable, Hashable]:
 
 def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     """Trace a function for arguments of these shapes. A function object is traced only
-    once, and keeps the values that it closed over then, as under `jax.jit`."""
+    once, unless the values that it reads have changed."""
     programs, kind = memory_of(fn), kind_of(args)
     if kind in programs:
         return programs[kind]
-    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    # JAX, too, traces a function object only once.
+    closed, out = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
     out_structure = jax.tree.structure(out)
     key = _key(closed.jaxpr), kind[0], out_structure
     consts = [
@@ -118,6 +171,7 @@ class Static(NamedTuple):
     structure: Any
     leaves: tuple
     types: tuple[type, ...]  # of the leaves, to distinguish 3 from 3.0
+    read: tuple[Hashable, ...]  # values that the leaves read, if they are functions
 
 
 _AN_ARRAY = object()
@@ -127,7 +181,7 @@ def split(tree: PyTree, kinds: Any = AnyArray) -> tuple[list[Any], Static]:
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
     rest = tuple(_AN_ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves)
-    return arrays, Static(structure, rest, tuple(map(type, rest)))
+    return arrays, Static(structure, rest, tuple(map(type, rest)), read_by(rest))
 
 
 def join(arrays: Iterable[Any], static: Static) -> PyTree:

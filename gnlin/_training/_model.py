@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._common._canonical import canonical, of_one_example
+from .._common._canonical import canonical, of_one_example, read_by
 from .._common._checks import explains_itself, first_line
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
@@ -41,6 +41,8 @@ class Frozen(eqx.Module):
     of_state: tuple[Any, ...] = eqx.field(static=True, default=())
     # Which leaves of the model are trained
     trained: tuple[bool, ...] = eqx.field(static=True, default=())
+    # What functions read from outside, so that another value compiles a new program
+    read: tuple = eqx.field(static=True, default=())
 
     def with_parameters(self, parameters: PyTree) -> PyTree:
         """Return the model with `parameters` in their original dtypes."""
@@ -118,7 +120,8 @@ def partition(
     with_path = jax.tree_util.tree_leaves_with_path
     places = {path for path, _ in with_path(parameters)}
     among = tuple(path in places for path, _ in with_path(trained))
-    return parameters, Frozen(rest, dtypes, fn, trained=among)
+    read = read_by(jax.tree.leaves((rest, fn)))
+    return parameters, Frozen(rest, dtypes, fn, trained=among, read=read)
 
 
 def _with_arrays(parameters: PyTree) -> PyTree:

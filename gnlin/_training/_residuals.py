@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree, ScalarLike
 
 from .._common import _tree
+from .._common._canonical import read_by
 from .._common._checks import (
     as_scalar,
     check_callable,
@@ -321,6 +322,8 @@ def of_groups(
             at_once=group.data is None,
             batch_size=sizes.get(name),
         )
+    read = read_by(jax.tree.leaves((frozen, of_network)))
+    frozen = dataclasses.replace(frozen, read=read)
     network = GroupNetwork(frozen, of_network, part_size)
     losses = GroupLosses(
         {name: group.loss.as_arguments() for name, group in groups.items()},
