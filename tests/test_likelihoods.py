@@ -158,6 +158,27 @@ def test_profiles_follow_the_likelihood():
     np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-6)
 
 
+def line(p, x):
+    return p["a"] + p["b"] * x
+
+
+def test_a_rate_that_falls_to_zero_at_a_point_without_counts():
+    x, start = np.linspace(0, 1, 8), {"a": 0.5, "b": 3.0}
+    counts = np.array([0, 1, 3, 2, 5, 4, 7, 6])
+    loss = gnlin.losses.PoissonNLL(log_input=False)
+    with pytest.warns(UserWarning, match="the rate falls to 0 at point 0"):
+        gnlin.curve_fit(line, x, counts, start, loss=loss)
+    gnlin.curve_fit(line, x, counts, start, loss=loss, bounds={"a": (1e-3, None)})
+    # In the tail of a peak the rate is as small, but no parameter lowers it.
+    gnlin.curve_fit(
+        lambda p, x: p["h"] * jnp.exp(-((4 * x / p["w"]) ** 2)),
+        x,
+        counts[::-1] * (x < 0.5),
+        {"h": 5.0, "w": 1.0},
+        loss=loss,
+    )
+
+
 @pytest.mark.slow
 def test_a_curve_that_is_the_rate_itself():
     """The curve is the rate itself, also between bounds."""

@@ -164,6 +164,9 @@ def complaint(fit: "CurveFit") -> str:
             "likelihood has no maximum": _are_separated(fit),
             "have a likelihood without a maximum, so that a parameter may go to "
             "infinity": _are_unlimited(fit),
+            "end where a rate falls to 0, so that their errors mean nothing": (
+                np.asarray(fit._end.edge) >= 0
+            ),
             "have a large negative curvature, which the standard errors leave out": (
                 ~np.asarray(fit._end.covariance.is_whole)
             ),
@@ -184,6 +187,13 @@ def complaint(fit: "CurveFit") -> str:
         )
     if _are_unlimited(fit):
         return f"`gnlin.curve_fit`: {fit.reason}."
+    if (point := int(fit._end.edge)) >= 0:
+        return (
+            f"`gnlin.curve_fit`: the rate falls to 0 at point {point}, where the count "
+            "is 0. The fit ends somewhere on this edge, and its errors mean nothing: set "
+            "bounds that keep the rate positive, or let `f` return the logarithm of the "
+            "rate, and use `gnlin.losses.PoissonNLL()`."
+        )
     is_well = result_name(fit.result) == "successful"
     is_well &= not _underflows(fit) and not _extreme_derivative(fit)
     if not is_well or int(fit._end.nonfinite.point) >= 0:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..losses import (
     AbstractElementwiseLoss,
@@ -20,6 +20,10 @@ from ..losses import (
 from ..losses._base import Reduction
 from ..losses._robust import AbstractRobust
 from ._curve import Data
+
+
+# Largest expected count that counts as none. Fits that end at the edge come to 1e-8.
+_NO_RATE = 1e-5
 
 
 class Likelihood(AbstractElementwiseLoss):
@@ -137,12 +141,32 @@ def check_values(loss: AbstractLoss, y: PyTree, rows: Iterable[Any]) -> None:
         loss.check(jax.ShapeDtypeStruct(row.shape, row.dtype), row)
 
 
+def is_of_rates(loss: AbstractLoss | None) -> bool:
+    """Whether a loss takes rates of counts, and not their logarithms."""
+    return isinstance(loss, PoissonNLL) and not loss.log_input
+
+
+def point_at_edge(
+    rates: Float[Array, " m"], data: Data, spread: Float[Array, "m k"]
+) -> Int[Array, ""]:
+    """Return a point whose count is 0 and whose rate has fallen to 0, although the
+    parameters could lower it further; -1 if there is none. The expected curvature there
+    is infinite, and holds the parameters wherever they met this edge.
+
+    - `spread`: a row for each point, with the standard deviation of its rate, divided by
+        the root of the rate, as its norm.
+    """
+    lowers = jnp.sum(spread**2, axis=1) > 0.5  # not so in the tail of a peak
+    is_at_edge = (data.counted > 0) & (data.y == 0) & (rates < _NO_RATE) & lowers
+    return jnp.where(jnp.any(is_at_edge), jnp.argmax(is_at_edge), -1)
+
+
 def check_rates(loss: AbstractLoss, rates: Any) -> None:
     """Check that the rates of a Poisson loss with `log_input=False` are positive.
 
     - `rates`: returns `f(start, x)`; called only for this loss.
     """
-    if not isinstance(loss, PoissonNLL) or loss.log_input:
+    if not is_of_rates(loss):
         return
     known = rates()
     if isinstance(known, Tracer):
@@ -152,6 +176,7 @@ def check_rates(loss: AbstractLoss, rates: Any) -> None:
         point = wrong[0]
         raise ValueError(
             "`f` is the rate of the counts, which must be positive, but `f(start, x)` is "
-            f"{float(known[point]):.4g} at point {point}: start elsewhere, or let `f` "
-            "return the logarithm of the rate, and use `gnlin.losses.PoissonNLL()`."
+            f"{float(known[point]):.4g} at point {point}: start elsewhere, leave the "
+            "point out if its rate is 0 for all parameters, or let `f` return the "
+            "logarithm of the rate, and use `gnlin.losses.PoissonNLL()`."
         )

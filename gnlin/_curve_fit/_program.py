@@ -16,6 +16,7 @@ from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
 from .._training._full_batch import rows_for
 from ._curve import Data
+from ._likelihood import is_of_rates, point_at_edge
 from ._not_finite import NonFinite
 from ._problem import FitSettings, Posed
 from ._run import run
@@ -136,6 +137,9 @@ def _fitted(
         )
     known = slope, jacobian, is_seen, totals, nonfinite, concave
     fitted, found = as_fitted(setting, parameters, end.loss, *known)
+    if is_of_rates(setting.likelihood):
+        spread = _tree.matmul(jacobian, fitted.covariance.factor)
+        fitted = fitted._replace(edge=point_at_edge(lin.outputs, data, spread))
     return fitted, found | {
         "residuals": residuals[: data.y.size],
         "x": None if data.sigma_x is None else data.moved(variables["x"]),

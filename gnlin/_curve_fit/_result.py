@@ -393,6 +393,13 @@ def as_curve_fit(
     if history is not None and not is_traced((steps, history)):
         columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
         found |= {"history": History(columns)}
+    if is_traced(end.loss):  # Nothing can be said, so a failed fit returns NaN.
+        failed = jnp.isnan(end.loss)
+        nan = lambda p: jnp.where(
+            jnp.expand_dims(failed, range(failed.ndim, p.ndim)), jnp.nan, p
+        )
+        free = jax.tree.map(nan, end.parameters)
+        found |= {"parameters": eqx.combine(free, setting.fixed)}
     fit = CurveFit(**found, _curve=curve, _setting=setting, _data=data, _end=end)
     complaint = fit.complaint()
     if complaint:

@@ -28,6 +28,7 @@ class Fitted(NamedTuple):
     - `bend`: the mean second derivative of the loss, which is 1 for squared error.
     - `noise`: the estimated standard deviation of the residuals, in units of sigma.
     - `nonfinite`: where the curve or its derivative is not finite.
+    - `edge`: a point whose rate has fallen to 0, or -1.
     """
 
     parameters: PyTree[Array]
@@ -39,6 +40,7 @@ class Fitted(NamedTuple):
     bend: Scalar
     noise: Scalar
     nonfinite: NonFinite
+    edge: int | Int[Array, ""] = -1
 
     def factor(self, setting: FitSettings) -> Scalar:
         """Return the factor of the covariance."""
