@@ -1,6 +1,6 @@
 """Further solvers, and objects that solvers take as arguments.
 
-- Solvers: `AdaptiveLinearisation`, `FilteredGaussNewton`.
+- A solver: `FilteredGaussNewton`.
 - For the argument `method`: `ConjugateGradients`, `MixedPrecision`, `NystromKernel`.
 - For `search`: `GridSearch`.
 - For `tolerance`: `EisenstatWalker`.
@@ -9,14 +9,13 @@
 
 from ._common._checks import says_where
 from ._linear_algebra._conjugate_gradients import ConjugateGradients
-from ._solver import AdaptiveLinearisation, FilteredGaussNewton, GridSearch
+from ._solver import FilteredGaussNewton, GridSearch
 from ._solver._adjoint import ImplicitAdjoint
 from ._solver._schedules import EisenstatWalker
 from ._subproblem import MixedPrecision, NystromKernel
 
 
 __all__ = [
-    "AdaptiveLinearisation",
     "ConjugateGradients",
     "EisenstatWalker",
     "FilteredGaussNewton",

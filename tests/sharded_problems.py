@@ -143,7 +143,6 @@ SOLVERS = {
     "iterative, kernel": Iterative(50, 0.01, method="kernel"),
     "iterative, matrix-free": Iterative(50, 0.01, method="matrix-free"),
     "iterative, flow": Iterative(50, 0.01, method="flow"),
-    "adaptive": gnlin.methods.AdaptiveLinearisation(Iterative(50, 0.01)),
 }
 # On a spectrum the steps are those of the quadratic problem.
 FOR_CROSS_ENTROPY = {
@@ -369,7 +368,6 @@ ALSO_FOR_CROSS_ENTROPY = (
     "truncated",
     "iterative, kernel",
     "iterative, flow",
-    "adaptive",
 )
 
 FEW = {

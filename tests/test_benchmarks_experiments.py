@@ -14,6 +14,7 @@ import pytest
 import gnlin
 from benchmarks import training
 from benchmarks.__main__ import main
+from benchmarks.adaptive_linearisation import AdaptiveLinearisation
 from benchmarks.data import quintic, xor
 from benchmarks.experiment import Place, Runs
 from benchmarks.experiments import adaptive, k_sweep, lambda_sweep, xor_features
@@ -197,7 +198,7 @@ def test_a_triggered_run_is_one_run():
     solution = gnlin.solve(
         digits_mlp(jax.random.key(1)),
         train,
-        gnlin.methods.AdaptiveLinearisation(descent, min_ratio=0.25),
+        AdaptiveLinearisation(descent, min_ratio=0.25),
         loss=gnlin.SoftmaxCrossEntropy(),
         max_steps=3,
     )

@@ -200,14 +200,6 @@ def test_solvers_find_the_zero(kind, shape, dtype, solver):
 
 
 @pytest.mark.slow
-def test_the_drift_of_a_kernel_by_products_at_hand():
-    fn, y, _ = problem("loop", "wide", jnp.float32)
-    descent = gnlin.IterativeLinearisation(1000, 0.5)
-    solver = gnlin.methods.AdaptiveLinearisation(descent, max_drift=0.5)
-    found = optx.least_squares(fn, solver, y, max_steps=20, throw=False)
-    assert jnp.max(jnp.abs(fn(found.value, None))) < 0.1 * jnp.max(jnp.abs(fn(y, None)))
-
-
 def test_networks_with_a_reverse_derivative_only():
     """Dense layers are still found."""
     model = drawn(eqx.nn.MLP, 2, 1, 30, 1, activation=reverse_sin)

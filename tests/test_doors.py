@@ -124,16 +124,10 @@ OUT_OF_RANGE = {
         lambda v: gnlin.DampedGaussNewton(lambda step: jnp.where(step > 1, v, 1.0)),
         [(-1.0,)],
     ),
-    "adaptive": (
-        lambda v: gnlin.methods.AdaptiveLinearisation(
-            gnlin.IterativeLinearisation(10, v)
-        ),
-        [(0.0,)],
-    ),
 }
 
 
-SLOW = "rcond", "adaptive", "tolerance, damping"
+SLOW = "rcond", "tolerance, damping"
 
 
 @pytest.mark.parametrize(

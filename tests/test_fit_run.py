@@ -885,15 +885,6 @@ MISTAKES = {
         {"curvature_batch_size": 8},
         "leave `curvature_batch_size` out",
     ),
-    "curvature batch of adaptive descent": (
-        {
-            "curvature_batch_size": 8,
-            "solver": gnlin.methods.AdaptiveLinearisation(
-                gnlin.IterativeLinearisation(3, 0.1)
-            ),
-        },
-        "leave `curvature_batch_size` out",
-    ),
     "curvature batch of the loss itself": (
         {
             "curvature_batch_size": 8,

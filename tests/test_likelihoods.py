@@ -158,10 +158,6 @@ def test_profiles_follow_the_likelihood():
     np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-6)
 
 
-def line(p, x):
-    return p["a"] + p["b"] * x
-
-
 def test_a_rate_that_falls_to_zero_at_a_point_without_counts():
     x, start = np.linspace(0, 1, 8), {"a": 0.5, "b": 3.0}
     counts = np.array([0, 1, 3, 2, 5, 4, 7, 6])

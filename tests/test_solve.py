@@ -425,7 +425,8 @@ def scaled(p, t):
 def test_functions_read_the_values_of_now(monkeypatch):
     t, one = jnp.linspace(0, 1, 8), jnp.array(1.0)
     data, pair = (t, jnp.exp(-2 * t)), (decay, one)
-    groups, cell = gnlin.Residuals(scaled, jnp.array([2.0])), 0.0
+    groups, solver = gnlin.Residuals(scaled, jnp.array([2.0])), gnlin.GaussNewton()
+    cell = 0.0
 
     def shifted(p, t):
         return p + cell * t
@@ -434,14 +435,14 @@ def test_functions_read_the_values_of_now(monkeypatch):
         monkeypatch.setitem(globals(), "RATE", number)
         cell = number
         ends = (
-            gnlin.solve(pair, data).model[1],
-            gnlin.fit(pair, data, steps=15).model[1],
-            gnlin.curve_fit(decay, *data, one).parameters,
-            gnlin.solve(one, groups).model,
+            gnlin.solve(pair, data, solver).model[1],
+            gnlin.fit(pair, data, solver, steps=9).model[1],
+            gnlin.curve_fit(decay, *data, one, solver).parameters,
+            gnlin.solve(one, groups, solver).model,
             one + gnlin.predict.correction(one, groups).step,
         )
         np.testing.assert_allclose(ends, 2 / number, rtol=1e-6)
-        exact = gnlin.curve_fit(shifted, t, 1 + number * t, one)
+        exact = gnlin.curve_fit(shifted, t, 1 + number * t, one, solver)
         np.testing.assert_allclose(exact.parameters, 1)
         kernel = gnlin.TangentKernel(pair)(t[-1:]).item()
         np.testing.assert_allclose(kernel, (number * np.exp(-number)) ** 2)

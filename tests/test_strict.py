@@ -30,7 +30,6 @@ solvers = {
     "truncated": gnlin.TruncatedGaussNewton(0.1, 0.1),
     "Levenberg-Marquardt": gnlin.LevenbergMarquardt(),
     "iterative": descent,
-    "adaptive": gnlin.methods.AdaptiveLinearisation(descent, max_drift=0.5),
 }
 
 

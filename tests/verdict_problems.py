@@ -192,7 +192,6 @@ SETTINGS = {
         scaling="identity", method="matrix-free", acceleration=False
     ),
     "descent": DESCENT,
-    "adaptive": gnlin.methods.AdaptiveLinearisation(DESCENT),
     "filtered": gnlin.methods.FilteredGaussNewton(gnlin.filters.GradientFlow(100.0)),
 }
 

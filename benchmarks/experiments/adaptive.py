@@ -19,6 +19,7 @@ from numpy import ndarray
 import gnlin
 
 from .. import thresholds, training
+from ..adaptive_linearisation import AdaptiveLinearisation
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
 from ..training import Columns, Images
@@ -83,13 +84,13 @@ def train(settings: Adaptive, point: Point, place: Place) -> Columns:
 
 def _solver(
     settings: Adaptive, point: Point, **how: Any
-) -> gnlin.IterativeLinearisation | gnlin.methods.AdaptiveLinearisation:
+) -> gnlin.IterativeLinearisation | AdaptiveLinearisation:
     """Return the solver of a point; `how` is passed on to `IterativeLinearisation`."""
     rate = settings.learning_rate
     if point["solver"] != FIXED:
         descent = gnlin.IterativeLinearisation(settings.longest, rate, **how)
         trigger = TRIGGERS[str(point["solver"])]
-        return gnlin.methods.AdaptiveLinearisation(descent, *trigger)
+        return AdaptiveLinearisation(descent, *trigger)
     period: Any = point["period"]
     # On the full batch the period is traced: all periods share a compiled program.
     period = int(period) if settings.batch_size is not None else jnp.asarray(period)

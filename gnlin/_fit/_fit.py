@@ -16,7 +16,6 @@ from .._linearisation._bounds import check_start
 from .._linearisation._objective import GroupLosses
 from .._solver import (
     AbstractGaussNewton,
-    AdaptiveLinearisation,
     as_solver,
     IterativeLinearisation,
     LevenbergMarquardt,
@@ -320,7 +319,7 @@ def _check_curvature_batch(size, stream, solver) -> None:
             f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
             "at most the number of examples, and the data must be arrays."
         )
-    if isinstance(solver, IterativeLinearisation | AdaptiveLinearisation):
+    if isinstance(solver, IterativeLinearisation):
         raise ValueError(
             "Iterative linearisation uses one batch for each inner step: leave "
             "`curvature_batch_size` out."

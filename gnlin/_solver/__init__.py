@@ -1,6 +1,5 @@
 """The solvers share one loop, and differ in how far they solve a linearised problem."""
 
-from ._adaptive_linearisation import AdaptiveLinearisation as AdaptiveLinearisation
 from ._base import AbstractGaussNewton as AbstractGaussNewton
 from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
 from ._gauss_newton import (

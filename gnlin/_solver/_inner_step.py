@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 from .._common import _tree
 from .._common._checks import as_float
 from .._common._passes import Passes
-from .._linearisation._linearisation import Linearisation, linearised
+from .._linearisation._linearisation import linearised
 from .._linearisation._objective import AbstractObjective
 from .._subproblem import Momentum, updated
 from ._state import Report, State
@@ -22,11 +22,6 @@ from ._state import Report, State
 
 if TYPE_CHECKING:
     from ._iterative_linearisation import IterativeLinearisation
-
-
-Trigger = Callable[[Linearisation, PyTree[Array], Array], Array]
-"""Whether to linearise again, given the linearisation, its outputs at the current point,
-and the number of inner steps."""
 
 
 class Stream(eqx.Module):
@@ -52,10 +47,8 @@ def inner_step(
     args: PyTree,
     state: State,
     has_aux: bool,
-    trigger: Trigger | None,
 ) -> tuple[PyTree[Array], State, PyTree[Array], Any]:
-    """Take one inner step on one batch, as `advance_stream` does. A `trigger` may
-    linearise again before the period ends."""
+    """Take one inner step on one batch, as `advance_stream` does."""
     stream: Stream = state.memory
     # One forward, one tangent and one transposed pass; no tangent pass if K = 1.
     lin, aux = linearised(fn, stream.point, args, has_aux, solver.memory_budget)
@@ -81,8 +74,6 @@ def inner_step(
     new_y = _tree.where(finite, new_y, y)
     num_steps = stream.num_steps + 1
     renew = num_steps.astype(float) >= jnp.asarray(as_float(solver.period), float)
-    if trigger is not None:
-        renew |= trigger(lin, outputs, num_steps)
     point = _tree.where(renew, new_y, stream.point)
     if solver.restart:
         inner = _tree.where(renew, optimiser.init(new_y), inner)

@@ -40,7 +40,7 @@ from .._subproblem import (
 )
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import AbstractGaussNewton
-from ._inner_step import inner_step, optimiser_of, Stream, Trigger
+from ._inner_step import inner_step, optimiser_of, Stream
 from ._state import Evaluate, State, Update
 from ._stepping import take_step
 from ._termination import STANDS_STILL
@@ -252,21 +252,20 @@ class IterativeLinearisation(AbstractGaussNewton):
         self,
         objective: AbstractObjective,
         lin: Linearisation,
-        longest: ScalarLike | None = None,
         num_trials: int = 1,
     ) -> AbstractWay:
-        """Return the linearised problem, ready for `filter` of any number of steps.
+        """Return the linearised problem, ready for `filter` of any number of steps up to
+        the period.
 
-        - `longest`: the largest number of steps, `period` by default.
         - `num_trials`: the number of filters that it will be solved for.
         """
         problem = problem_of(self.form, objective, lin)
         if self.method == "kernel":
             problem = ProxLinear(lin.jacobian, lin.outputs, objective)
         elif self.method == "auto" and isinstance(problem, ProxLinear):
-            _warn_of_many_steps(self.period if longest is None else longest)
+            _warn_of_many_steps(self.period)
         method = "auto" if self.method == "flow" else self.method
-        return choose(problem, self.filter(longest), num_trials, method)
+        return choose(problem, self.filter(), num_trials, method)
 
     def _optimised(
         self,
@@ -309,10 +308,8 @@ class IterativeLinearisation(AbstractGaussNewton):
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
         return state.memory.point if isinstance(state.memory, Stream) else None
 
-    def advance_stream(
-        self, objective, fn, y, args, state, *, has_aux, trigger: Trigger | None = None
-    ):
-        return inner_step(self, objective, fn, y, args, state, has_aux, trigger)
+    def advance_stream(self, objective, fn, y, args, state, *, has_aux):
+        return inner_step(self, objective, fn, y, args, state, has_aux)
 
 
 def _check_optimiser(optimiser, momentum, nesterov, method) -> None:

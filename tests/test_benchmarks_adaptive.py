@@ -1,4 +1,4 @@
-"""Adaptive linearisation, compared with the same rules in dense formulas."""
+"""The trigger of the experiment `adaptive`, compared with the rules in dense formulas."""
 
 import math
 
@@ -6,13 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import optimistix as optx
 import pytest
 from fit_problems import BATCHES, fit, network, numbers, T, X
 from jax.flatten_util import ravel_pytree
 
 import gnlin
+from benchmarks.adaptive_linearisation import AdaptiveLinearisation
 
 
 ETA = 0.02
@@ -92,7 +91,7 @@ RULES = {
 def test_longest_trusted_period(name):
     drift, ratio = RULES[name]
     longest = 300
-    solver = gnlin.methods.AdaptiveLinearisation(
+    solver = AdaptiveLinearisation(
         gnlin.IterativeLinearisation(longest, ETA), drift, ratio
     )
     solution = gnlin.solve(network(), (X, T), solver, max_steps=4)
@@ -109,65 +108,11 @@ def test_longest_trusted_period(name):
         assert max(periods) > 1
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_not_squared_error():
-    labels = jnp.argmax(X, axis=1) % 2
-    loss = gnlin.SoftmaxCrossEntropy()
-    solver = gnlin.methods.AdaptiveLinearisation(
-        gnlin.IterativeLinearisation(math.inf, 0.05), min_ratio=0.5, max_drift=None
-    )
-    solution = gnlin.solve(network(), (X, labels), solver, loss=loss, max_steps=5)
-    fixed = gnlin.IterativeLinearisation(1, 0.05)
-    known = gnlin.solve(network(), (X, labels), fixed, loss=loss, max_steps=5)
-    assert solution.loss < known.loss
-    assert np.all(np.diff(solution.history.loss) < 0)
-    assert np.all(solution.history.num_inner_steps >= 1)
-
-
-def test_a_predicted_rise_is_not_taken():
-    """The quadratic form of a robust loss overshoots from far away."""
-    solver = gnlin.methods.AdaptiveLinearisation(
-        gnlin.IterativeLinearisation(10**6, 1e-2, form="quadratic")
-    )
-    group = gnlin.Residuals(
-        lambda p, _: jax.nn.softplus(p) - 3, loss=gnlin.losses.PseudoHuber(0.3)
-    )
-    options = {"history": 10}
-    solution = optx.least_squares(
-        group, solver, jnp.array([5.3]), max_steps=10, throw=False, options=options
-    )
-    losses = solution.stats["history"]["loss"]
-    assert np.all(np.diff(losses[np.isfinite(losses)]) < 1e-12)
-    np.testing.assert_allclose(jax.nn.softplus(solution.value), 3, atol=1e-4)
-
-
-def test_convergence():
-    solver = gnlin.methods.AdaptiveLinearisation(
-        gnlin.IterativeLinearisation(math.inf, 0.005, rtol=1e-6, atol=1e-9)
-    )
-    solution = gnlin.solve(network(width=20), (X, T), solver, max_steps=300)
-    assert bool(solution.result == optx.RESULTS.successful)
-    assert solution.loss < 1e-10
-
-
-@pytest.mark.slow
-def test_hyperparameters_may_be_traced():
-    def run(drift, eta):
-        descent = gnlin.IterativeLinearisation(100, eta)
-        solver = gnlin.methods.AdaptiveLinearisation(descent, drift)
-        return gnlin.solve(network(), (X, T), solver, max_steps=3).history.num_inner_steps
-
-    drifts = jnp.array([0.05, 0.2, 0.8])
-    found = eqx.filter_jit(eqx.filter_vmap(run, in_axes=(0, None)))(drifts, ETA)
-    for drift, periods in zip(drifts, found, strict=True):
-        np.testing.assert_array_equal(periods, run(float(drift), ETA))
-
-
 @pytest.mark.parametrize("name", ["drift", "ratio", "both"])
 def test_across_batches(name):
     drift, ratio = RULES[name]
     every, steps = 2, 24
-    solver = gnlin.methods.AdaptiveLinearisation(
+    solver = AdaptiveLinearisation(
         gnlin.IterativeLinearisation(math.inf, 0.1), drift, ratio, check_every=every
     )
     result = fit(data=BATCHES, solver=solver, steps=steps)
@@ -193,31 +138,3 @@ def test_across_batches(name):
         numbers(result.linearisation_point), point, rtol=1e-8, atol=1e-10
     )
     assert 1 < updates < steps
-
-
-def test_an_optimiser_across_batches():
-    descent = gnlin.IterativeLinearisation(math.inf, optimiser=optax.adam(0.02))
-    solver = gnlin.methods.AdaptiveLinearisation(descent, check_every=3)
-    result = fit(data=BATCHES, solver=solver, steps=30)
-    assert 1 <= result.stats["num_feature_updates"] <= 10
-    with pytest.raises(ValueError, match="give `descent` a `learning_rate`"):
-        gnlin.solve(network(), (X, T), solver)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0.1,), "`descent` must be a `gnlin.IterativeLinearisation`"),
-        ((None, None), "pass `max_drift` or `min_ratio`"),
-        ((0.0,), "`max_drift` must be greater than 0"),
-        ((0.5, -0.1), "`min_ratio` must lie between 0 and 1"),
-        ((0.5, 1.1), "`min_ratio` must lie between 0 and 1"),
-        ((0.5, 0.5, 0), "`check_every` must be"),
-    ],
-)
-def test_errors_of_hyperparameters(arguments, words):
-    descent = gnlin.IterativeLinearisation(10, 0.1)
-    given = arguments if "descent" in words else (descent, *arguments)
-    with pytest.raises(ValueError, match=words):
-        gnlin.methods.AdaptiveLinearisation(*given)
