@@ -54,7 +54,6 @@ TABLES = {
     "function-space": "benchmarks.speed.function_space",
     "eigenpairs": "benchmarks.speed.eigenpairs",
     "preconditioners": "benchmarks.speed.preconditioners",
-    "precision": "benchmarks.speed.precision",
     "rejected": "benchmarks.speed.rejected",
     "small": "benchmarks.speed.small_fits",
     "curve-fit": "benchmarks.speed.curve_fits",

@@ -1,7 +1,7 @@
 """Further solvers, and objects that solvers take as arguments.
 
 - A solver: `FilteredGaussNewton`.
-- For the argument `method`: `ConjugateGradients`, `MixedPrecision`, `NystromKernel`.
+- For the argument `method`: `ConjugateGradients`, `NystromKernel`.
 - For `search`: `GridSearch`.
 - For `tolerance`: `EisenstatWalker`.
 - For the `adjoint` of optimistix: `ImplicitAdjoint`.
@@ -12,7 +12,7 @@ from ._linear_algebra._conjugate_gradients import ConjugateGradients
 from ._solver import FilteredGaussNewton, GridSearch
 from ._solver._adjoint import ImplicitAdjoint
 from ._solver._schedules import EisenstatWalker
-from ._subproblem import MixedPrecision, NystromKernel
+from ._subproblem import NystromKernel
 
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "FilteredGaussNewton",
     "GridSearch",
     "ImplicitAdjoint",
-    "MixedPrecision",
     "NystromKernel",
 ]
 

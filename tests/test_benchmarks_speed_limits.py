@@ -14,7 +14,6 @@ from benchmarks.speed import (
     device,
     kernels,
     memory,
-    precision,
     task as tasks,
     wide,
 )
@@ -50,13 +49,6 @@ def test_kernels_agree(monkeypatch):
     assert all(row.step_error < 1e-12 for row in rows)
     (row,) = kernels.of_resnet(2, 2)
     assert row.step_error < 1e-5
-
-
-@pytest.mark.slow
-def test_a_step_in_mixed_precision_is_solved():
-    rows = precision.steps(tasks.quintic(width=5, num_examples=6), 1)
-    assert [row.solved for row in rows[:3]] == [True, True, True]
-    assert all("refinements" in row.note for row in rows[1:])
 
 
 def test_the_device_is_reported():

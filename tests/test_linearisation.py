@@ -243,18 +243,6 @@ def test_the_forward_pass_is_made_once():
     assert len(calls) == 1
 
 
-def test_has_aux():
-    y, args = as_jax(sines_data((4, 4)))
-    lin, aux = linearise(
-        lambda y, args: (sines(y, args), {"twice": 2 * y, "word": 3}),
-        y,
-        args,
-        has_aux=True,
-    )
-    np.testing.assert_array_equal(aux["twice"], 2 * y)
-    assert lin.shape == (4, 4)
-
-
 def test_a_linearisation_passes_through_jit_and_vmap():
     y, args = as_jax(sines_data((7, 3)))
     points = jnp.stack([y, 2 * y, -y])
@@ -633,22 +621,6 @@ def test_an_unknown_method_is_named():
     lin = linearise(lambda y, args: y, jnp.ones(2))
     with pytest.raises(ValueError, match=r"`method` must be .* 'qr'"):
         lin.spectrum("qr")
-
-
-def test_auxiliary_data_of_each_example():
-    fn = PerExample(lambda y, x: (jnp.sin(x * y), {"x": x}))
-    y, x = jnp.arange(1.0, 4.0), jnp.arange(15.0).reshape(5, 3) / 15
-
-    @jax.jit
-    def run(y, x):
-        lin, aux = linearise(fn, y, x, has_aux=True)
-        return aux["x"], lin.matrix(), lin.kernel()
-
-    same, matrix, kernel = run(y, x)
-    np.testing.assert_array_equal(same, x)
-    expected = dense_jacobian(lambda y, x: fn(y, x)[0], y, x)
-    np.testing.assert_allclose(matrix, expected, rtol=1e-12)
-    np.testing.assert_allclose(kernel, expected @ expected.T, rtol=1e-12)
 
 
 def scaled(lin):

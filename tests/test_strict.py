@@ -119,7 +119,7 @@ problems = {
     "log-cosh": (
         gnlin.losses.LogCosh(),
         NUMBERS,
-        gnlin.DampedGaussNewton(0.1, method=gnlin.methods.MixedPrecision()),
+        gnlin.DampedGaussNewton(0.1),
     ),
     "Cauchy": (
         gnlin.losses.Cauchy(),

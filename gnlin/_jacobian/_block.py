@@ -4,7 +4,6 @@ import abc
 from collections.abc import Callable
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._common._tree import einsum
@@ -65,7 +64,3 @@ class AbstractBlock(eqx.Module):
     @abc.abstractmethod
     def scaled(self, scale: Float[Array, "..."]) -> "AbstractBlock":
         """Return the block with its columns divided by `scale`."""
-
-    @abc.abstractmethod
-    def astype(self, dtype: jnp.dtype) -> "AbstractBlock":
-        """Return the block in another precision."""

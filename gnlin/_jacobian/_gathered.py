@@ -137,9 +137,6 @@ class Gathered(AbstractBlock):
         values = (self.values / read[:, None]).astype(self.values.dtype)
         return Gathered(values, self.index, self.shape)
 
-    def astype(self, dtype: jnp.dtype) -> "Gathered":
-        return Gathered(self.values.astype(dtype), self.index, self.shape)
-
 
 class Sparse(AtHand):
     """A Jacobian in memory whose blocks are [`Gathered`][]. Making it takes as many

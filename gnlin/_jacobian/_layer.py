@@ -224,10 +224,6 @@ class Layer(AbstractBlock):
     def scaled(self, scale: Float[Array, "..."]) -> Rows:
         return Rows(self.rows()).scaled(scale)
 
-    def astype(self, dtype: jnp.dtype) -> "Layer":
-        signals, activations = (x.astype(dtype) for x in (self.signals, self.activations))
-        return Layer(signals, activations, self.shape, self.axes)
-
     def _as_weights(self, matrix: Array) -> Array:
         sizes = [self.shape[axis] for axis in self.axes]
         return matrix.reshape(sizes).transpose(np.argsort(self.axes))

@@ -116,6 +116,3 @@ class Rows(AbstractBlock):
 
     def scaled(self, scale: Float[Array, "..."]) -> "Rows":
         return Rows(self.array / jnp.asarray(scale)[None])
-
-    def astype(self, dtype: jnp.dtype) -> "Rows":
-        return Rows(self.array.astype(dtype))

@@ -65,6 +65,3 @@ class StackedBlock(AbstractBlock):
 
     def scaled(self, scale: Float[Array, "..."]) -> "StackedBlock":
         return StackedBlock([part.scaled(scale) for part in self.parts])
-
-    def astype(self, dtype: jnp.dtype) -> "StackedBlock":
-        return StackedBlock([part.astype(dtype) for part in self.parts])

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -194,39 +194,14 @@ class Linearisation(eqx.Module):
         return self.box.moved(self.point, _tree.scale(length, step))
 
 
-@overload
 def linearise(
     fn: Callable[[Any, Any], PyTree],
     y: PyTree,
     args: PyTree = None,
     *,
-    has_aux: Literal[False] = False,
     jac: Direction | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
-) -> Linearisation: ...
-
-
-@overload
-def linearise(
-    fn: Callable[[Any, Any], tuple[PyTree, Any]],
-    y: PyTree,
-    args: PyTree = None,
-    *,
-    has_aux: Literal[True],
-    jac: Direction | None = None,
-    memory_budget: int = DEFAULT_MEMORY_BUDGET,
-) -> tuple[Linearisation, Any]: ...
-
-
-def linearise(
-    fn: Callable[[Any, Any], Any],
-    y: PyTree,
-    args: PyTree = None,
-    *,
-    has_aux: bool = False,
-    jac: Direction | None = None,
-    memory_budget: int = DEFAULT_MEMORY_BUDGET,
-) -> Any:
+) -> Linearisation:
     r"""Linearise a function at a point.
 
     **Arguments:**
@@ -235,7 +210,6 @@ def linearise(
         least squares). A [`gnlin.PerExample`][] has a cheaper dense Jacobian.
     - `y`: the linearisation point, any pytree of floating-point arrays.
     - `args`: passed on, not differentiated.
-    - `has_aux`: whether `fn` returns a pair `(outputs, auxiliary data)`.
     - `jac`: the mode by which the dense Jacobian is made: `"fwd"` (forward) or `"bwd"`
         (reverse). By default the mode that takes fewer passes.
     - `memory_budget`: limit, in bytes, on the largest matrix made from the Jacobian.
@@ -244,8 +218,7 @@ def linearise(
     mode, a `lax.while_loop` no reverse mode. Its dense Jacobian is then made at once, in
     that mode, and used for all products.
 
-    **Returns:** a [`gnlin.Linearisation`][], or, with `has_aux`, a pair of it and the
-    auxiliary data.
+    **Returns:** a [`gnlin.Linearisation`][].
 
     **Raises:** `ValueError` if the function does not take two arguments; if `y` has no
     entries, or is not real floating-point; if the function cannot be differentiated in
@@ -260,8 +233,8 @@ def linearise(
         ```
     """
     check_takes("fn(y, args)", fn, 2)
-    lin, aux = linearised(fn, y, args, has_aux, memory_budget, jac)
-    return (lin, aux) if has_aux else lin
+    lin, _ = linearised(fn, y, args, False, memory_budget, jac)
+    return lin
 
 
 def linearised(
@@ -272,7 +245,10 @@ def linearised(
     memory_budget: int,
     jac: Direction | None = None,
 ) -> tuple[Linearisation, Any]:
-    """Linearise as `linearise` does; return also the auxiliary data, or `None`."""
+    """Linearise as `linearise` does; return also auxiliary data, or `None`.
+
+    - `has_aux`: whether `fn` returns a pair `(outputs, auxiliary data)`.
+    """
     check_count("memory_budget", memory_budget)
     check_jac(jac)
     for leaf in jax.tree.leaves(y):
@@ -310,8 +286,6 @@ def linearised(
     elif isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
         jacobian = Sparse.of_examples(fn.fn, y, args, codomain, memory_budget, jac)
     elif isinstance(fn, PerExample):
-        if has_aux:
-            fn = PerExample(eqx.Partial(_without_aux, fn.fn), fn.part_size)
         jacobian = OfExamples(jacobian, fn, y, args)
     if only is not None:
         # Products in the missing mode need the dense Jacobian.
@@ -346,11 +320,6 @@ def _by_tangents(
     outputs, columns, aux = jax.vmap(along)(basis)
     outputs, aux = jax.tree.map(lambda x: x[0], (outputs, aux))
     return outputs, AtHand.of_columns(jacobian, columns), aux
-
-
-def _without_aux(fn, y, example):
-    out, _ = fn(y, example)
-    return out
 
 
 def check_at_hand(jacobian: AbstractJacobian, only: Direction) -> None:

@@ -56,8 +56,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         `"schur"` (the curvature with an array of parameters eliminated), `"sparse"` (a
         sparse factorisation), `"matrix-free"` (conjugate gradients), or
         `"products-first"` (conjugate gradients while they are cheap, else Cholesky). It
-        may also be a [`gnlin.methods.MixedPrecision`][] for a kernel in lower precision,
-        a [`gnlin.methods.NystromKernel`][] for a kernel of lower rank, one of
+        may also be a [`gnlin.methods.NystromKernel`][] for a kernel of lower rank, one of
         [`gnlin.preconditioners`][] for conjugate gradients, or any linear solver of
         lineax, such as `lineax.QR()`.
     - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in

@@ -19,7 +19,6 @@ from ._choose import (
 )
 from ._descent import Momentum as Momentum, updated as updated
 from ._iteration import AbstractIteration as AbstractIteration
-from ._mixed_precision import MixedPrecision as MixedPrecision
 from ._nystrom_kernel import NystromKernel as NystromKernel
 from ._prox_linear import OnSpace as OnSpace, ProxLinear as ProxLinear
 from ._spaces import Outputs as Outputs

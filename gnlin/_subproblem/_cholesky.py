@@ -154,19 +154,11 @@ class OnOutputs(AbstractByCholesky):
         damping = self.damping_of(filter)
         factor = self.factor_for(filter)
 
-        def solve(vector):
-            a, result = factor.solve(vector)
-            return a, 0, result
-
-        return through_outputs(solve, self.problem, self.pushed, damping)
-
-
-Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
-"""Coefficients of outputs, the inner steps they took, and the result."""
+        return through_outputs(factor.solve, self.problem, self.pushed, damping)
 
 
 def through_outputs(
-    solve: Callable[[Float[Array, " m"]], Solved],
+    solve: Callable[[Float[Array, " m"]], tuple[Float[Array, " m"], optx.RESULTS]],
     problem: Quadratic,
     pushed: Float[Array, " m"] | None,
     damping: ScalarLike,
@@ -178,14 +170,14 @@ def through_outputs(
     residual, pull_back = problem.flat_residual(), problem.jacobian.pull_back
     a_pass = Passes(vjps=problem.jacobian.a_product().vjps)
     if pushed is None:
-        a, num_steps, result = solve(residual)
-        return Answer(pull_back(-a), num_steps, a_pass, result=result)
+        a, result = solve(residual)
+        return Answer(pull_back(-a), passes=a_pass, result=result)
     inverse = 1 / jnp.asarray(damping, residual.dtype)
     inverse = jnp.where(_tree.any_nonzero(problem.rest), inverse, 0)
     right = _tree.axpy(-inverse, *_tree.promoted((pushed, residual)))
-    a, num_steps, result = solve(right)
+    a, result = solve(right)
     step = _tree.axpy(-inverse, problem.rest, pull_back(-a))
-    return Answer(step, num_steps, a_pass, result=result)
+    return Answer(step, passes=a_pass, result=result)
 
 
 def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scalar:

@@ -21,7 +21,6 @@ from ._cholesky_qr import CholeskyQR
 from ._fallbacks import EigenvaluesFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
-from ._mixed_precision import MixedPrecision, Refined
 from ._nystrom_kernel import NystromKernel, OfLowRank
 from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
 from ._schur import SchurComplement
@@ -45,13 +44,12 @@ MethodName = Literal[
 Method = (
     MethodName
     | type[AbstractWay]
-    | MixedPrecision
     | NystromKernel
     | AbstractPreconditioner
     | lx.AbstractLinearSolver
 )
 # Methods for damped problems only: those with parameters, and those that are names.
-_DAMPED_OBJECTS = MixedPrecision | NystromKernel | AbstractPreconditioner
+_DAMPED_OBJECTS = NystromKernel | AbstractPreconditioner
 _DAMPED = ("kernel", "curvature", "cholesky-qr", "schur", "sparse", "products-first")
 
 Form = Literal["quadratic", "prox-linear"]
@@ -74,7 +72,6 @@ WAYS: tuple[type[AbstractWay], ...] = (
 
 # Methods with parameters, and the ways that they select.
 _OBJECTS: tuple[tuple[type, Any], ...] = (
-    (MixedPrecision, Refined),
     (NystromKernel, OfLowRank),
     (AbstractPreconditioner, MatrixFree),
     (lx.AbstractLinearSolver, ByLineax),
@@ -97,10 +94,7 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
     methods = (*methods, *also)
     if method not in methods:
         others = "" if also else " or a solver of lineax"
-        objects = (
-            "a `gnlin.methods.MixedPrecision`, one of `gnlin.preconditioners`, a "
-            "`gnlin.methods.NystromKernel`"
-        )
+        objects = "one of `gnlin.preconditioners`, a `gnlin.methods.NystromKernel`"
         others = f", {objects}" * damped + others
         raise ValueError(
             f"`method` must be one of {', '.join(map(repr, methods))}{others} here, but "
@@ -160,9 +154,8 @@ def choose(
         may vanish, pass an undamped one.
     - `num_trials`: the approximate number of filters it will be solved for.
     - `method`: `"auto"` for the cheapest way, or the name of a way; a
-        [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][] or one of
-        [`gnlin.preconditioners`][]; a solver of lineax; or a
-        [`gnlin.authoring.AbstractMethod`][] of your own.
+        [`gnlin.methods.NystromKernel`][] or one of [`gnlin.preconditioners`][]; a solver
+        of lineax; or a [`gnlin.authoring.AbstractMethod`][] of your own.
 
     **Returns:** a [`gnlin.authoring.AbstractSubproblem`][].
 

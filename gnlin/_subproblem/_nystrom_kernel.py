@@ -17,7 +17,7 @@ from .._linear_algebra import _nystrom
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractMethod, Answer
-from ._cholesky import Solved, through_outputs
+from ._cholesky import through_outputs
 
 
 SINGULAR: optx.RESULTS = optx.RESULTS.singular  # type: ignore[assignment]
@@ -126,14 +126,14 @@ class OfLowRank(AbstractMethod):
         known = jnp.where(damping > 0, damping, 1)
         whether = optx.RESULTS.where(damping > 0, optx.RESULTS.successful, SINGULAR)
 
-        def solve(vector: Float[Array, " m"]) -> Solved:
+        def solve(vector: Float[Array, " m"]):
             vector = vector.astype(u.dtype)
             seen = matmul(u.T, vector)
             solved = matmul(u, seen / (self.eigenvalues + known))
             if u.shape[0] == u.shape[1]:
-                return solved, 0, whether
+                return solved, whether
             left = vector - matmul(u, seen)
-            return solved + left / known, 0, whether
+            return solved + left / known, whether
 
         answer = through_outputs(solve, self.problem, self.pushed, damping)
         pushed = jacobian.mv(answer.step)
