@@ -53,7 +53,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         return jnp.ones((), float)
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
-        longest = min(float(self.descent.period), _LARGEST_PERIOD)
+        period: Any = self.descent.period
+        longest = min(float(period), _LARGEST_PERIOD)
         descent = dataclasses.replace(self.descent, period=longest)
         subproblem = descent.subproblem(objective, lin, _TRIALS)
         trusted_at = self._trust(objective, lin, evaluate, num_steps, may_rise=False)
