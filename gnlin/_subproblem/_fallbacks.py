@@ -145,7 +145,7 @@ class ProductsFirst(AbstractFirst):
 class EigenvaluesFirst(AbstractFirst):
     """Eigenvalues first, and singular values if some are too small to be accurate.
 
-    Eigenvalues of the kernel or of the curvature are many times cheaper than singular
+    Eigenvalues of the kernel or of the curvature are 8 to 38 times cheaper than singular
     values of the Jacobian, but small ones are inaccurate. Only the eigenvalues tell
     whether there are small ones that are not zero.
 
