@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from .._common._checks import as_scalar
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 from .._solver import AbstractGaussNewton
@@ -35,9 +36,7 @@ class FitSettings(NamedTuple):
             as_array = lambda number: jnp.asarray(number, float)
             loss = eqx.tree_at(lambda loss: loss.dispersion, loss, replace_fn=as_array)
         most = min(self.max_steps, jnp.iinfo(jnp.int32).max)
-        rtol: Any = jnp.asarray(self.solver.rtol, float)
-        solver = eqx.tree_at(lambda s: s.rtol, self.solver, rtol)
-        return self._replace(max_steps=jnp.array(most), loss=loss, solver=solver)
+        return self._replace(max_steps=jnp.array(most), loss=loss)
 
     @property
     def likelihood(self) -> AbstractElementwiseLoss | None:
@@ -56,7 +55,12 @@ class FitSettings(NamedTuple):
 
 
 def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton:
-    return eqx.tree_at(lambda s: s.bounds, solver, bounds, is_leaf=lambda x: x is None)
+    """Return the solver with these bounds, and with its tolerance as an array, so that
+    looser refits run the same program."""
+    new: Any = bounds, as_scalar(solver.rtol)
+    return eqx.tree_at(
+        lambda s: (s.bounds, s.rtol), solver, new, is_leaf=lambda x: x is None
+    )
 
 
 def flat_box(bounds: Any, y: PyTree[Array]) -> Box:

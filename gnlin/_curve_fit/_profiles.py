@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._common import _tree
+from .._common._checks import as_scalar
 from ._curve import Data, rounding
 from ._problem import flat_box
 from ._program import fitted
@@ -65,7 +66,7 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         slopes = np.abs(np.asarray(_tree.ravel_pytree(pulls)[0]))
         if_linear = 0.5 * quantile * unit_of_loss / slopes
 
-    rtol: Any = max(float(setting.solver.rtol), _RTOL / fit.residuals.size**0.5)
+    rtol: Any = as_scalar(max(setting.solver.rtol, _RTOL / fit.residuals.size**0.5))
     loosely = eqx.tree_at(lambda s: s.solver.rtol, setting, rtol)
 
     def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray]:
