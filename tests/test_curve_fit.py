@@ -1278,7 +1278,10 @@ def test_squares_that_underflow_or_overflow(dtype, size, said):
     x, y = X.astype(dtype), (size * (2 + NOISE)).astype(dtype)
     start = {"a": dtype(size), "rate": dtype(1), "c": dtype(size)}
     with pytest.warns(UserWarning, match=f"the residuals' squares {said}"):
-        gnlin.curve_fit(decay, x, y, start)
+        fit = gnlin.curve_fit(decay, x, y, start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(fit.confidence_intervals().low["rate"])
 
 
 def test_squares_that_underflow_during_the_run():
@@ -1844,6 +1847,33 @@ def test_an_end_that_is_not_found_is_told(monkeypatch):
         interval = fit.confidence_intervals()
     assert np.isnan(interval.low["a"])
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("beyond", "words"),
+    [
+        (lambda f, far: jnp.where(far, jnp.inf, f), "is not finite beyond 6"),
+        (lambda f, far: eqx.error_if(f, far, "too far"), "raises an error beyond 6"),
+    ],
+)
+def test_an_interval_where_f_is_not_finite(beyond, words):
+    """The lower end is found, although its search passes such a place."""
+
+    def f(p, x):
+        found = jnp.exp(-jnp.exp(p["logk"]) * x)
+        found = jnp.where(p["logk"] < 1.75, jnp.nan, found)
+        return beyond(found, p["logk"] > 6)
+
+    x, y = np.linspace(1, 5, 10), 1e-3 * np.random.default_rng(0).normal(size=10)
+    options = {"sigma": 1e-3, "absolute_sigma": True}
+    fit = gnlin.curve_fit(f, x, y, {"logk": 2.0}, **options)
+    with pytest.warns(UserWarning, match=f"of logk was not found: `f` {words}"):
+        interval = fit.confidence_intervals()
+    assert np.isnan(interval.high["logk"])
+    misfit = lambda k: np.sum((y - np.exp(-np.exp(k) * x)) ** 2) / 1e-6
+    rise = lambda k: misfit(k) - fit.chi_squared - scipy.stats.chi2.ppf(0.95, 1)
+    expected = scipy.optimize.brentq(rise, 1.75, fit.parameters["logk"])
+    np.testing.assert_allclose(interval.low["logk"], expected, rtol=1e-6)
 
 
 def test_intervals_of_many_points_in_single_precision():
