@@ -579,6 +579,25 @@ def test_inside_jit():
     assert run(missing)[2] == optx.RESULTS.nonfinite._value
 
 
+def test_what_needs_the_numbers_of_a_fit_inside_jit():
+    def run(method, y, *given, **options):
+        fit = gnlin.curve_fit(decay, X, y, START, sigma=0.05, **options)
+        return getattr(fit, method)(*given)
+
+    for method, *given in (
+        ("band", X),
+        ("confidence_intervals",),
+        ("runs_test",),
+        ("undetermined",),
+    ):
+        with pytest.raises(ValueError, match=f"`{method}` needs .* cannot be traced"):
+            jax.eval_shape(lambda y, of=(method, given): run(of[0], y, *of[1]), Y)
+    with pytest.raises(ValueError, match="`outliers` needs the numbers of the fit"):
+        jax.eval_shape(lambda y: run("outliers", y, loss=gnlin.losses.Huber(1.0)), Y)
+    band = jax.eval_shape(lambda y: run("band", y, X, absolute_sigma=True), Y)
+    assert band.low.shape == (50,)
+
+
 def test_fixed_with_values():
     with pytest.raises(ValueError, match="put the values into `start`"):
         gnlin.curve_fit(decay, X, Y, START, fixed={"c": 0.3})
@@ -1148,11 +1167,15 @@ def test_a_parameter_with_an_effect_below_rounding_is_reported():
         np.testing.assert_allclose(fit.standard_errors["a"], alone.standard_errors)
 
 
-def test_a_plateau_is_reported():
+@pytest.mark.parametrize(
+    ("unit", "rate", "said"),
+    [(1, 5.0, "rate by 1; or a by 1"), (1e-18, 5e-17, "rate by 1e-17; or a by 1")],
+)
+def test_a_plateau_is_reported(unit, rate, said):
     x = np.arange(36.0, 86)
-    y = 371 + np.cos(x)
-    with pytest.warns(UserWarning, match="moving rate by 1; or a by 1 does not change"):
-        fit = gnlin.curve_fit(decay, x, y, {"a": 1.0, "rate": 5.0, "c": 300.0})
+    y, start = 371 + np.cos(x), {"a": 1.0, "rate": rate, "c": 300.0}
+    with pytest.warns(UserWarning, match=f"moving {said} does not change"):
+        fit = gnlin.curve_fit(decay, x / unit, y, start)
     assert np.isinf([fit.standard_errors["a"], fit.standard_errors["rate"]]).all()
     expected = np.std(y, ddof=1) / np.sqrt(50)
     np.testing.assert_allclose(fit.standard_errors["c"], expected, rtol=1e-6)
@@ -1316,6 +1339,7 @@ def test_squares_of_a_derivative_beyond_the_range(dtype, unit, said):
     with pytest.warns(UserWarning, match=said):
         fit = gnlin.curve_fit(decay, x, Y.astype(dtype), start)
     assert "by `rate`" in fit.reason
+    assert np.isnan(fit.standard_errors["rate"])
 
 
 def test_the_picture():
