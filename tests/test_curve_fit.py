@@ -608,6 +608,9 @@ def test_missing_values():
     y[[7, 30]] = np.nan
     fit = gnlin.curve_fit(decay, X, y, START, sigma=SIGMA, nan_policy="omit")
     check_fit_of(np.isfinite(y), fit)
+    y[20] = np.inf
+    infinite = np.where(np.isfinite(y), SIGMA, np.inf)
+    check_fit_of(np.isfinite(y), gnlin.curve_fit(decay, X, y, START, sigma=infinite))
 
 
 @pytest.mark.slow
@@ -1375,6 +1378,15 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
     np.testing.assert_allclose([fast["a"], slow["rate"]], flat.x[[0, 2]], rtol=1e-5)
 
 
+def test_one_entry_of_an_array_is_fixed_by_equal_bounds():
+    f = lambda p, x: jnp.polyval(p["c"], x)
+    ends = [None, 1.0, None]
+    fit = gnlin.curve_fit(f, X, Y, {"c": np.ones(3)}, bounds={"c": (ends, ends)})
+    matrix = np.stack([X**2, np.ones(50)], axis=1)
+    (square, constant), *_ = np.linalg.lstsq(matrix, Y - X)
+    np.testing.assert_allclose(fit.parameters["c"], [square, 1, constant], rtol=1e-6)
+
+
 class Solved(eqx.Module):
     """Like the solution of a differential equation, whose description is long."""
 
@@ -1389,6 +1401,15 @@ class Solved(eqx.Module):
         ({"sigma": np.inf}, "all of `sigma` is infinite"),
         ({"sigma": np.ones(7)}, "`sigma` must be one number, have the shape of `y`"),
         ({"sigma": -np.eye(50)}, "must be positive definite"),
+        (
+            {
+                "f": lambda p, x: {"b": decay(p, x), "a": jax.lax.complex(p["a"], x)},
+                "y": {"b": Y, "a": 1j * Y},
+                "sigma": np.eye(50),
+            },
+            "be the 150 x 150 covariance of the flattened `y` .of a dictionary in the "
+            "order of the sorted keys. .with the real and the imaginary part of each",
+        ),
         ({"sigma": 1e-10 * np.tril(covariance_of(50))}, "be symmetric and finite"),
         ({"x": 1j * X, "sigma_x": 0.1}, "`x` must be real: pass the real and the"),
         (
@@ -1463,6 +1484,10 @@ class Solved(eqx.Module):
         (
             {"start": {"a": {"b": 1.0}}, "fixed": ["a.c"]},
             "no parameter 'a.c' to be fixed",
+        ),
+        (
+            {"start": {"a": {"b": np.ones(2)}}, "fixed": ["a.b[1]"]},
+            r"'a.b\[1\]' was given: fix one entry by equal bounds",
         ),
         (
             {
