@@ -177,7 +177,7 @@ def curve_fit(
             program, solver, loss, max_steps, kept, absolute_sigma, many=False
         )
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
-        return as_curve_fit(setting, curve, None, end, found)
+        return as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x, sigma)
     given = x
@@ -206,7 +206,7 @@ def curve_fit(
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
     run = functools.partial(fitted, axes=axes, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
-        return as_curve_fit(setting, curve, data, *run(setting, data, free))
+        return as_curve_fit(setting, curve, first, data, *run(setting, data, free))
     end, found = run(setting._replace(loss=SquaredError()), data, free)
     for _ in range(_ROUNDS):
         data = data._replace(spread=_spread(data, found["residuals"]))
@@ -215,7 +215,7 @@ def curve_fit(
             free = end.parameters
     # Another model has another scale, so its loss is in other units.
     found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
-    return as_curve_fit(setting, curve, data, end, found)
+    return as_curve_fit(setting, curve, first, data, end, found)
 
 
 def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:

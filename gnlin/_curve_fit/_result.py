@@ -118,6 +118,7 @@ class CurveFit(eqx.Module):
     history: Any
     num_steps: Any
     _curve: Curve
+    _start: PyTree  # the first free parameters; those of the first of several data sets
     _setting: FitSettings
     _data: Data | None  # None if it was read in parts
     _end: Fitted
@@ -173,16 +174,16 @@ class CurveFit(eqx.Module):
         """Describe the directions in which the parameters do not change the curve."""
         self._check_is_one("undetermined")
         self._check_is_known("undetermined", self.chi_squared)
-        found, values = [], np.abs(ravel_pytree(self._free)[0])
-        is_ordinary = (values == 0) | ((values > 1e-3) & (values < 1e3))
-        units = 10 ** np.floor(np.log10(np.where(is_ordinary, 1, values)))
+        found = []
+        starts, ends = (np.abs(ravel_pytree(p)[0]) for p in (self._start, self._free))
+        steps, units = _sizes(starts), _sizes(np.maximum(starts, ends))
         for direction in np.asarray(self._end.covariance.directions):
             sizes = np.abs(direction / units)
             most = np.argmax(sizes)
-            if sizes[most] == 0:
+            if not sizes[most] > 0:
                 continue
-            # The parameter that moves most moves by 1, or by a smaller size of its own.
-            moves = direction / direction[most] * min(1, units[most])
+            # The parameter that moves most moves by 1, or by the size of its start.
+            moves = direction / direction[most] * steps[most]
             parts = [
                 f"{name} by {move:.3g}"
                 for name, move, size in zip(self.names, moves, sizes, strict=True)
@@ -404,6 +405,7 @@ class CurveFit(eqx.Module):
 def as_curve_fit(
     setting: FitSettings,
     curve: Curve,
+    start: PyTree,
     data: Data | None,
     end: Fitted,
     found: dict[str, Any],
@@ -414,11 +416,18 @@ def as_curve_fit(
     if history is not None and not is_traced((steps, history)):
         columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
         found |= {"history": History(columns)}
-    fit = CurveFit(**found, _curve=curve, _setting=setting, _data=data, _end=end)
+    private = {"_curve": curve, "_start": start, "_setting": setting}
+    fit = CurveFit(**found, **private, _data=data, _end=end)
     complaint = fit.complaint()
     if complaint:
         warnings.warn(complaint, stacklevel=3)
     return fit
+
+
+def _sizes(values: np.ndarray) -> np.ndarray:
+    """Return powers of ten below the values; 1 for 0 and values of an ordinary size."""
+    is_ordinary = (values == 0) | ((values > 1e-3) & (values < 1e3))
+    return 10 ** np.floor(np.log10(np.where(is_ordinary, 1, values)))
 
 
 # The least residual of an outlier, in standard deviations of the noise.
