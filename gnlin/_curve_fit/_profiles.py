@@ -70,9 +70,9 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
 
     def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray, str]:
         """Refit with parameter `k` held at a value. Return how far the loss has risen, as
-        a square root, in standard errors; where the next refit starts; and what `f` does
-        if it has no finite values there. The refits run the program of the fit, because
-        one program for all takes longer to compile."""
+        a square root, in standard errors; where the next refit starts; and what is wrong
+        there, or "". The refits run the program of the fit, because one program for all
+        takes longer to compile."""
         start = start.copy()
         start[k] = value
         marks = unravel(jnp.zeros_like(flat).at[k].set(1))
@@ -81,13 +81,14 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         try:
             refit, _ = fitted(loosely, data._replace(held=held), values)
         except eqx.EquinoxRuntimeError:
-            return np.inf, start, "raises an error"
-        if refit.nonfinite.of_curve:
-            return np.inf, start, "is not finite"
+            return np.inf, start, "`f` raises an error"
         rise = float(2 * (refit.loss - end.loss) / unit_of_loss)
+        if refit.nonfinite.of_curve or np.isnan(rise):
+            what = "`f`" if refit.nonfinite.of_curve else "the loss"
+            return np.inf, start, f"{what} is not finite"
         if np.isfinite(rise):
             start = np.array(_tree.ravel_pytree(refit.parameters)[0])
-        return np.inf if np.isnan(rise) else max(rise, 0.0) ** 0.5, start, ""
+        return max(rise, 0.0) ** 0.5, start, ""
 
     def end_of(k: int, sign: int) -> float:
         centre, unit, start = float(best[k]), float(errors[k]), best
@@ -139,7 +140,7 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         low, high = sorted(centre + sign * part * unit for part in (near, far))
         why = f"it lies between {low:.4g} and {high:.4g}"
         if is_lost:
-            why = f"`f` {fault} beyond {centre + sign * far * unit:.4g}"
+            why = f"{fault} beyond {centre + sign * far * unit:.4g}"
         lost.append(
             f"An end of the confidence interval of {fit.names[k]} was not found: {why}."
         )

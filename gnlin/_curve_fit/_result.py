@@ -287,8 +287,8 @@ class CurveFit(eqx.Module):
         parameter at a bound is an upper or lower limit, where the loss has risen as much
         as at the ends of the other intervals. An end is infinite if the loss never rises
         as much. It is NaN for parameters that are fixed or not determined, and, with a
-        warning, if the search for it fails or meets values at which `f` is not finite. If
-        the variance is estimated and the fit is exact to rounding, the intervals come
+        warning, if the search for it fails or ends where `f` is not finite. If the
+        variance is estimated and the fit is exact to rounding, the intervals come
         from the standard errors, and there are no limits.
 
         ??? cite "Reference"
