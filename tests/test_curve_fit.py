@@ -580,6 +580,25 @@ def test_inside_jit():
     assert np.all(np.isnan(values(parameters)))
 
 
+def test_what_needs_the_numbers_of_a_fit_inside_jit():
+    def run(method, y, *given, **options):
+        fit = gnlin.curve_fit(decay, X, y, START, sigma=0.05, **options)
+        return getattr(fit, method)(*given)
+
+    for method, *given in (
+        ("band", X),
+        ("confidence_intervals",),
+        ("runs_test",),
+        ("undetermined",),
+    ):
+        with pytest.raises(ValueError, match=f"`{method}` needs .* cannot be traced"):
+            jax.eval_shape(lambda y, of=(method, given): run(of[0], y, *of[1]), Y)
+    with pytest.raises(ValueError, match="`outliers` needs the numbers of the fit"):
+        jax.eval_shape(lambda y: run("outliers", y, loss=gnlin.losses.Huber(1.0)), Y)
+    band = jax.eval_shape(lambda y: run("band", y, X, absolute_sigma=True), Y)
+    assert band.low.shape == (50,)
+
+
 def test_fixed_with_values():
     with pytest.raises(ValueError, match="put the values into `start`"):
         gnlin.curve_fit(decay, X, Y, START, fixed={"c": 0.3})
@@ -590,6 +609,9 @@ def test_missing_values():
     y[[7, 30]] = np.nan
     fit = gnlin.curve_fit(decay, X, y, START, sigma=SIGMA, nan_policy="omit")
     check_fit_of(np.isfinite(y), fit)
+    y[20] = np.inf
+    infinite = np.where(np.isfinite(y), SIGMA, np.inf)
+    check_fit_of(np.isfinite(y), gnlin.curve_fit(decay, X, y, START, sigma=infinite))
 
 
 @pytest.mark.slow
@@ -1148,11 +1170,15 @@ def test_a_parameter_with_an_effect_below_rounding_is_reported():
         np.testing.assert_allclose(fit.standard_errors["a"], alone.standard_errors)
 
 
-def test_a_plateau_is_reported():
+@pytest.mark.parametrize(
+    ("unit", "rate", "said"),
+    [(1, 5.0, "rate by 1; or a by 1"), (1e-18, 5e-17, "rate by 1e-17; or a by 1")],
+)
+def test_a_plateau_is_reported(unit, rate, said):
     x = np.arange(36.0, 86)
-    y = 371 + np.cos(x)
-    with pytest.warns(UserWarning, match="moving rate by 1; or a by 1 does not change"):
-        fit = gnlin.curve_fit(decay, x, y, {"a": 1.0, "rate": 5.0, "c": 300.0})
+    y, start = 371 + np.cos(x), {"a": 1.0, "rate": rate, "c": 300.0}
+    with pytest.warns(UserWarning, match=f"moving {said} does not change"):
+        fit = gnlin.curve_fit(decay, x / unit, y, start)
     assert np.isinf([fit.standard_errors["a"], fit.standard_errors["rate"]]).all()
     expected = np.std(y, ddof=1) / np.sqrt(50)
     np.testing.assert_allclose(fit.standard_errors["c"], expected, rtol=1e-6)
@@ -1278,7 +1304,10 @@ def test_squares_that_underflow_or_overflow(dtype, size, said):
     x, y = X.astype(dtype), (size * (2 + NOISE)).astype(dtype)
     start = {"a": dtype(size), "rate": dtype(1), "c": dtype(size)}
     with pytest.warns(UserWarning, match=f"the residuals' squares {said}"):
-        gnlin.curve_fit(decay, x, y, start)
+        fit = gnlin.curve_fit(decay, x, y, start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(fit.confidence_intervals().low["rate"])
 
 
 def test_squares_that_underflow_during_the_run():
@@ -1313,6 +1342,7 @@ def test_squares_of_a_derivative_beyond_the_range(dtype, unit, said):
     with pytest.warns(UserWarning, match=said):
         fit = gnlin.curve_fit(decay, x, Y.astype(dtype), start)
     assert "by `rate`" in fit.reason
+    assert np.isnan(fit.standard_errors["rate"])
 
 
 def test_the_picture():
@@ -1348,6 +1378,15 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
     np.testing.assert_allclose([fast["a"], slow["rate"]], flat.x[[0, 2]], rtol=1e-5)
 
 
+def test_one_entry_of_an_array_is_fixed_by_equal_bounds():
+    f = lambda p, x: jnp.polyval(p["c"], x)
+    ends = [None, 1.0, None]
+    fit = gnlin.curve_fit(f, X, Y, {"c": np.ones(3)}, bounds={"c": (ends, ends)})
+    matrix = np.stack([X**2, np.ones(50)], axis=1)
+    (square, constant), *_ = np.linalg.lstsq(matrix, Y - X)
+    np.testing.assert_allclose(fit.parameters["c"], [square, 1, constant], rtol=1e-6)
+
+
 class Solved(eqx.Module):
     """Like the solution of a differential equation, whose description is long."""
 
@@ -1362,6 +1401,15 @@ class Solved(eqx.Module):
         ({"sigma": np.inf}, "all of `sigma` is infinite"),
         ({"sigma": np.ones(7)}, "`sigma` must be one number, have the shape of `y`"),
         ({"sigma": -np.eye(50)}, "must be positive definite"),
+        (
+            {
+                "f": lambda p, x: {"b": decay(p, x), "a": jax.lax.complex(p["a"], x)},
+                "y": {"b": Y, "a": 1j * Y},
+                "sigma": np.eye(50),
+            },
+            "be the 150 x 150 covariance of the flattened `y` .of a dictionary in the "
+            "order of the sorted keys. .with the real and the imaginary part of each",
+        ),
         ({"sigma": 1e-10 * np.tril(covariance_of(50))}, "be symmetric and finite"),
         ({"x": 1j * X, "sigma_x": 0.1}, "`x` must be real: pass the real and the"),
         (
@@ -1436,6 +1484,10 @@ class Solved(eqx.Module):
         (
             {"start": {"a": {"b": 1.0}}, "fixed": ["a.c"]},
             "no parameter 'a.c' to be fixed",
+        ),
+        (
+            {"start": {"a": {"b": np.ones(2)}}, "fixed": ["a.b[1]"]},
+            r"'a.b\[1\]' was given: fix one entry by equal bounds",
         ),
         (
             {
@@ -1844,6 +1896,33 @@ def test_an_end_that_is_not_found_is_told(monkeypatch):
         interval = fit.confidence_intervals()
     assert np.isnan(interval.low["a"])
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("beyond", "words"),
+    [
+        (lambda f, far: jnp.where(far, jnp.inf, f), "is not finite beyond 6"),
+        (lambda f, far: eqx.error_if(f, far, "too far"), "raises an error beyond 6"),
+    ],
+)
+def test_an_interval_where_f_is_not_finite(beyond, words):
+    """The lower end is found, although its search passes such a place."""
+
+    def f(p, x):
+        found = jnp.exp(-jnp.exp(p["logk"]) * x)
+        found = jnp.where(p["logk"] < 1.75, jnp.nan, found)
+        return beyond(found, p["logk"] > 6)
+
+    x, y = np.linspace(1, 5, 10), 1e-3 * np.random.default_rng(0).normal(size=10)
+    options = {"sigma": 1e-3, "absolute_sigma": True}
+    fit = gnlin.curve_fit(f, x, y, {"logk": 2.0}, **options)
+    with pytest.warns(UserWarning, match=f"of logk was not found: `f` {words}"):
+        interval = fit.confidence_intervals()
+    assert np.isnan(interval.high["logk"])
+    misfit = lambda k: np.sum((y - np.exp(-np.exp(k) * x)) ** 2) / 1e-6
+    rise = lambda k: misfit(k) - fit.chi_squared - scipy.stats.chi2.ppf(0.95, 1)
+    expected = scipy.optimize.brentq(rise, 1.75, fit.parameters["logk"])
+    np.testing.assert_allclose(interval.low["logk"], expected, rtol=1e-6)
 
 
 def test_intervals_of_many_points_in_single_precision():

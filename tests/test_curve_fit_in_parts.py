@@ -79,7 +79,12 @@ CASES = {
     "absolute": (decay, X, Y, {"sigma": SIGMA, "absolute_sigma": True}),
     "bounds": (decay, X, Y, {"bounds": {"c": (0.0, 0.3), "rate": (0.0, None)}}),
     "fixed": (decay, X, Y, {"fixed": ["c"]}),
-    "left out": (decay, X, Y, {"sigma": np.where(X < 1, np.inf, SIGMA)}),
+    "left out": (
+        decay,
+        X,
+        np.where(X < 1, np.where(X < 0.5, np.nan, np.inf), Y),
+        {"sigma": np.where(X < 1, np.inf, SIGMA)},
+    ),
     "trees": (
         two,
         {"t": X},
@@ -111,7 +116,7 @@ CASES = {
 }
 
 
-OFTEN = "sigma", "counts", "outliers"
+OFTEN = "sigma", "left out", "counts", "outliers"
 
 
 @pytest.mark.parametrize(
@@ -262,6 +267,16 @@ def test_missing_points(missing):
     options = {"sigma": SIGMA, "nan_policy": "omit"}
     fit = gnlin.curve_fit(decay, x, y, START, in_parts=True, **options)
     check_same(fit, gnlin.curve_fit(decay, x, y, START, **options))
+
+
+def test_missing_counts():
+    f, x, y, options = CASES["counts"]
+    y, start = np.where(X < 1, np.nan, y), START | {"c": 0.1}
+    with pytest.raises(ValueError, match=r"has .* missing values .*first at point 0"):
+        gnlin.curve_fit(f, x, y, start, **options, in_parts=True)
+    options |= {"nan_policy": "omit"}
+    fit = gnlin.curve_fit(f, x, y, start, **options, in_parts=True)
+    check_same(fit, gnlin.curve_fit(f, x, y, start, **options), rtol=1e-6)
 
 
 def test_a_fault_in_a_later_part_is_named():

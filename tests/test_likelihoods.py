@@ -215,6 +215,16 @@ def test_a_curve_that_is_the_rate_itself():
     assert held.deviance > fit.deviance
 
 
+def test_an_interval_where_the_likelihood_is_not_defined():
+    """At this confidence the lower end is close to 0, and a rate below it has none."""
+    f = lambda p, x: p["rate"] + 0 * x
+    loss = gnlin.losses.PoissonNLL(log_input=False)
+    fit = gnlin.curve_fit(f, np.arange(3.0), [1, 0, 0], {"rate": 0.5}, loss=loss)
+    with pytest.warns(UserWarning, match="rate was not found: the loss is not finite"):
+        interval = fit.confidence_intervals(0.999999)
+    assert np.isnan(interval.low["rate"])
+
+
 def test_censored_values():
     """Tobin's likelihood, with its second derivative by differences."""
     fit = gnlin.curve_fit(

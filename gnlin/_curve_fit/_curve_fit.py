@@ -83,8 +83,10 @@ def curve_fit(
         [`gnlin.damping.Nielsen`][].
     - `sigma`: the standard deviations of y, as one number or in the structure and shapes
         of `y` (of one data set or of all); or the m x m covariance of y. For m data sets
-        of m points add an axis to the covariance, `covariance[None]`. By default all are
-        equal and unknown. A point of infinite `sigma` is left out.
+        of m points add an axis to the covariance, `covariance[None]`. It has the order of
+        the flattened y: dictionaries by their sorted keys, and the real and the imaginary
+        part of each complex number in turn. By default all are equal and unknown. A point
+        of infinite `sigma` is left out, whatever its y.
     - `sigma_x`: the standard deviations of x, if x was measured too: one number, or a
         pytree like `x`, with 0 for an exact x. The true x are then fitted as well, with
         $\frac12((x - x_i)/\sigma_{x,i})^2$ added to the objective (orthogonal distance
@@ -95,9 +97,11 @@ def curve_fit(
         SciPy. With a robust loss, standard errors always come from the residuals.
     - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, with a dictionary
         inside where `start` has one, or a pair `(lower, upper)` of numbers or of pytrees
-        like `start`. `None` or an infinite number means no bound.
+        like `start`. `None` or an infinite number means no bound, also in a list of
+        bounds for the entries of an array.
     - `fixed`: the names of parameters that stay at their start, if it is a dictionary;
-        `"peak.width"` is the entry `"width"` of the dictionary `"peak"` inside.
+        `"peak.width"` is the entry `"width"` of the dictionary `"peak"` inside. Equal
+        bounds fix a single entry of an array.
     - `loss`: [`gnlin.SquaredError`][], a robust loss, or a negative log-likelihood. The
         robust losses are [`gnlin.losses.Huber`][], [`gnlin.losses.PseudoHuber`][],
         [`gnlin.losses.LogCosh`][], [`gnlin.losses.Cauchy`][], [`gnlin.losses.Arctan`][]
@@ -173,7 +177,7 @@ def curve_fit(
             program, solver, loss, max_steps, kept, absolute_sigma, many=False
         )
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
-        return as_curve_fit(setting, curve, None, end, found)
+        return as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x, sigma)
     given = x
@@ -202,7 +206,7 @@ def curve_fit(
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
     run = functools.partial(fitted, axes=axes, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
-        return as_curve_fit(setting, curve, data, *run(setting, data, free))
+        return as_curve_fit(setting, curve, first, data, *run(setting, data, free))
     end, found = run(setting._replace(loss=SquaredError()), data, free)
     for _ in range(_ROUNDS):
         data = data._replace(spread=_spread(data, found["residuals"]))
@@ -211,7 +215,7 @@ def curve_fit(
             free = end.parameters
     # Another model has another scale, so its loss is in other units.
     found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
-    return as_curve_fit(setting, curve, data, end, found)
+    return as_curve_fit(setting, curve, first, data, end, found)
 
 
 def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:

@@ -85,14 +85,12 @@ def _extreme_derivative(fit: "CurveFit") -> str:
     """Return that the squares of the derivative by a parameter, of which steps are made,
     are beyond the range of numbers; or "". Such a parameter stays at its start."""
     known = fit._end.covariance
-    norms, info = np.asarray(known.units), np.finfo(fit._end.loss.dtype)
-    least, most = info.tiny**0.5, info.max**0.5
-    is_extreme = np.asarray(known.determined) & np.isfinite(norms)
-    is_extreme &= (norms < least) | (norms > most)
+    is_extreme = np.asarray(known.extreme)
     if not is_extreme.any() or not np.isfinite(fit._end.loss):
         return ""
     which = int(np.argmax(is_extreme))
-    does, units = ("underflow", "larger") if norms[which] < 1 else ("overflow", "smaller")
+    is_small = known.units[which] < 1
+    does, units = ("underflow", "larger") if is_small else ("overflow", "smaller")
     precision, other = _precision(fit)
     return (
         f"the squares of the derivative of `f` by `{fit.names[which]}` {does} in "

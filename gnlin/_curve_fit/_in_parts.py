@@ -170,7 +170,8 @@ class _Passes:
         loss = self.setting.likelihood
         if loss is not None:
             values = np.concatenate([np.ravel(v) for v in jax.tree.leaves(part.y)])
-            check_values(loss, part.y, [values])
+            is_missing = np.isnan(values)  # refused or left out with the whole pass
+            check_values(loss, part.y, [np.where(is_missing, 0, values)])
 
     def _check(self, sums: Sums) -> None:
         missing, infinite, sigma, *_ = (int(n) for n in sums.faults.number)

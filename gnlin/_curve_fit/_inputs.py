@@ -249,19 +249,21 @@ def data_of(
     """Return the data, and the axes of its fields over data sets, for `jax.vmap`, or
     `None` if it is one data set."""
     y = values.flat()
-    numpy: Any = jnp if is_traced(y) else np  # NumPy has less overhead per operation
+    are_traced = is_traced((y, sigma))
+    numpy: Any = jnp if are_traced else np  # NumPy has less overhead per operation
     missing = numpy.isnan(y)
-    if surely(numpy.any(numpy.isinf(y))):
+    if nan_policy == "raise" and are_traced:
+        # A traced NaN cannot raise, but must not be left out.
+        missing = numpy.zeros_like(missing)
+    errors, are_own, left_out = _errors(sigma, y, values, missing)
+    if surely(numpy.any(numpy.isinf(y) & ~left_out)):
         raise ValueError("`y` must be finite, but has an infinite value.")
-    if nan_policy == "raise" and surely(numpy.any(missing)):
+    if nan_policy == "raise" and surely(numpy.any(missing & ~left_out)):
         raise ValueError(
             '`y` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
         )
     if surely(numpy.all(missing)):
         raise ValueError("There is no data: all of `y` is missing, or `y` is empty.")
-    if nan_policy == "raise":  # A traced NaN cannot raise, but must not be left out.
-        missing = numpy.zeros_like(missing)
-    errors, are_own, left_out = _errors(sigma, y, values, missing)
     missing = missing | left_out
     if surely(missing.all()):
         raise ValueError("There is no data: all of `sigma` is infinite.")
@@ -284,10 +286,10 @@ def _errors(
     """Return the standard deviations of y, or a factor of the covariance; whether each
     data set has its own, on a leading axis; and which are infinite."""
     if sigma is None:
-        return jnp.ones(y.shape[:-1], y.dtype), values.many, False
+        return jnp.ones(y.shape[:-1], y.dtype), values.many, np.False_
     factor = _factor(sigma, y, values, missing)
     if factor is not None:
-        return factor, factor.ndim == 3, False
+        return factor, factor.ndim == 3, np.False_
     numbers, are_own = _deviations(sigma, y, values)
     if values.many and not are_own:
         missing = missing.all(axis=0)
@@ -374,10 +376,14 @@ def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
             whole = structure.unflatten(list(map(broadcast, leaves, likes)))
             return Values(whole, are_own).flat(), are_own
     one_for_all = "1 x " if y.shape == (m, m) else ""
+    order = " (of a dictionary in the order of the sorted keys)"
+    order *= structure != jax.tree.structure(0)
+    if any(map(jnp.iscomplexobj, jax.tree.leaves(tree))):
+        order += " (with the real and the imaginary part of each point in turn)"
     raise ValueError(
         "`sigma` must be one number, have the shape of `y`, "
-        f"{jax.tree.map(jnp.shape, tree)}, or be the {one_for_all}{m} x {m} covariance, "
-        "but has the "
+        f"{jax.tree.map(jnp.shape, tree)}, or be the {one_for_all}{m} x {m} covariance "
+        f"of the flattened `y`{order}, but has the "
         f"shape {jax.tree.map(jnp.shape, sigma)}."
     )
 

@@ -40,6 +40,13 @@ def parted(start: PyTree[Array], fixed: Iterable[str]) -> tuple[PyTree, PyTree]:
         )
     leaves = jax.tree_util.tree_leaves_with_path(start)
     known = dict.fromkeys(name for path, _ in leaves for name in _names(path))
+    for name in fixed:
+        if name not in known and str(name).partition("[")[0] in known:
+            raise ValueError(
+                f"`fixed` names whole arrays, but {name!r} was given: fix one entry by "
+                "equal bounds, as the second of three at 5 by "
+                "`bounds={name: ([None, 5, None], [None, 5, None])}`."
+            )
     check_names(fixed, known, "to be fixed")
     is_free = lambda path, _: not any(name in fixed for name in _names(path))
     free, kept = eqx.partition(start, jax.tree_util.tree_map_with_path(is_free, start))
@@ -74,7 +81,8 @@ def limits(bounds: Any, start: PyTree) -> Any:
             "`bounds` must be a dictionary `{name: (lower, upper)}`, or a pair "
             f"`(lower, upper)`, but {bounds!r} was given."
         )
-    bounds = tuple(_like(start, bound) for bound in bounds)
+    lower, upper = bounds
+    bounds = _like(start, lower, -np.inf), _like(start, upper, np.inf)
     return jax.tree.map(lambda b: as_floats(b, "bounds"), bounds)
 
 
@@ -94,11 +102,16 @@ def _ends(bounds: Mapping, start: Mapping) -> tuple[dict, dict]:
     return lower, upper
 
 
-def _like(start: PyTree[Array], bound: Any) -> Any:
-    """Convert a list of bounds to an array if `start` is an array, and vice versa."""
+def _like(start: PyTree[Array], bound: Any, none: float) -> Any:
+    """Convert a list of bounds to an array if `start` is an array, with `none` in the
+    place of `None`, and vice versa."""
     structure = jax.tree.structure(start)
+    if isinstance(start, dict) and isinstance(bound, dict):
+        each = {k: _like(start[k], b, none) for k, b in bound.items() if k in start}
+        return bound | each
     if isinstance(start, Array) and isinstance(bound, list | tuple):
-        return np.asarray(bound)
+        number = lambda b: none if b is None else b
+        return np.asarray(jax.tree.map(number, bound, is_leaf=lambda b: b is None))
     if isinstance(start, list | tuple) and np.shape(bound) == (structure.num_leaves,):
         return structure.unflatten(list(bound))
     return bound

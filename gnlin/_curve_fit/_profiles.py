@@ -62,27 +62,34 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     free_only = lambda y, pull: None if y is None else pull
     is_none = lambda x: x is None
     pulls = jax.tree.map(free_only, end.parameters, fit.multipliers, is_leaf=is_none)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         slopes = np.abs(np.asarray(_tree.ravel_pytree(pulls)[0]))
         if_linear = 0.5 * quantile * unit_of_loss / slopes
 
     rtol: Any = as_scalar(max(setting.solver.rtol, _RTOL / fit.residuals.size**0.5))
     loosely = eqx.tree_at(lambda s: s.solver.rtol, setting, rtol)
 
-    def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray]:
+    def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray, str]:
         """Refit with parameter `k` held at a value. Return how far the loss has risen, as
-        a square root, in standard errors, and where the next refit starts. The refits run
-        the program of the fit, because one program for all takes longer to compile."""
+        a square root, in standard errors; where the next refit starts; and what is wrong
+        there, or "". The refits run the program of the fit, because one program for all
+        takes longer to compile."""
         start = start.copy()
         start[k] = value
         marks = unravel(jnp.zeros_like(flat).at[k].set(1))
         values = unravel(jnp.asarray(start))
         held = jax.tree.map(lambda x: x != 0, marks), values
-        refit, _ = fitted(loosely, data._replace(held=held), values)
+        try:
+            refit, _ = fitted(loosely, data._replace(held=held), values)
+        except eqx.EquinoxRuntimeError:
+            return np.inf, start, "`f` raises an error"
         rise = float(2 * (refit.loss - end.loss) / unit_of_loss)
+        if refit.nonfinite.of_curve or np.isnan(rise):
+            what = "`f`" if refit.nonfinite.of_curve else "the loss"
+            return np.inf, start, f"{what} is not finite"
         if np.isfinite(rise):
             start = np.array(_tree.ravel_pytree(refit.parameters)[0])
-        return np.inf if np.isnan(rise) else max(rise, 0.0) ** 0.5, start
+        return max(rise, 0.0) ** 0.5, start, ""
 
     def end_of(k: int, sign: int) -> float:
         centre, unit, start = float(best[k]), float(errors[k]), best
@@ -95,13 +102,13 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         if not (np.isfinite(unit) and unit > 0):
             return np.nan
         # A bracket of the end, and the step into it, in standard errors.
-        near, far, step, value = 0.0, np.inf, quantile, centre
+        near, far, step, value, fault = 0.0, np.inf, quantile, centre, ""
         last_step, last_distance, is_astray = 0.0, 0.0, False
         for number in range(_MOST_REFITS):
             step = min(step, reach / unit)
             is_at_bound = step >= reach / unit
             value = bound if is_at_bound else centre + sign * step * unit
-            distance, refitted = risen(k, value, start)
+            distance, refitted, found = risen(k, value, start)
             is_below = distance < quantile
             if is_below and is_at_bound:
                 return bound
@@ -116,9 +123,9 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             if is_below:  # A refit that is above may have ended at another minimum.
                 near, start = step, refitted
             else:
-                far = step
+                far, fault = step, found
             if near >= (1 - _NEAR) * far:  # The loss jumps here.
-                return value
+                break
             slope = (distance - last_distance) / (step - last_step)
             secant = step + (quantile - distance) / slope if slope > 0 else np.inf
             last_step, last_distance = step, distance
@@ -128,12 +135,15 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             is_inside = near < secant < min(far, widest) and not is_astray
             halves = np.isfinite(far) and number % 3 == 2
             step = secant if is_inside and not halves else middle
-        if near >= (1 - _ROUGHLY) * far:
+        is_lost = fault and far < reach / unit  # A bound itself may be such a place.
+        if near >= (1 - _ROUGHLY) * far and not is_lost:
             return value
-        bracket = sorted(centre + sign * part * unit for part in (near, far))
+        low, high = sorted(centre + sign * part * unit for part in (near, far))
+        why = f"it lies between {low:.4g} and {high:.4g}"
+        if is_lost:
+            why = f"{fault} beyond {centre + sign * far * unit:.4g}"
         lost.append(
-            f"An end of the confidence interval of {fit.names[k]} was not found: it lies "
-            f"between {bracket[0]:.4g} and {bracket[1]:.4g}."
+            f"An end of the confidence interval of {fit.names[k]} was not found: {why}."
         )
         return np.nan
 

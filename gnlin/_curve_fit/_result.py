@@ -19,6 +19,7 @@ from .._common._checks import (
     first_line,
     is_traced,
 )
+from .._common._tree import ravel_pytree
 from .._linear_algebra._covariance import Covariance
 from .._linearisation._linearisation import linearise
 from .._training._solution import History
@@ -59,8 +60,9 @@ class CurveFit(eqx.Module):
     - `parameters`: the fitted parameters, in the structure of `start`.
     - `standard_errors`: in the same structure. They are 0 for fixed parameters, NaN for
         parameters at a bound (the other errors then hold for given values of these),
-        infinite for parameters that the data do not determine, and all NaN if a
-        derivative of `f` is not finite.
+        infinite for parameters that the data do not determine, NaN for parameters whose
+        derivative has squares that underflow or overflow, and all NaN if a derivative of
+        `f` is not finite.
     - `covariance`, `correlation`: a block for each pair of leaves of `start`, as in
         `fit.covariance["a"]["rate"]`; the matrix if `start` is an array. Entries are 0
         for fixed parameters. For parameters at a bound covariances are 0, and
@@ -116,6 +118,7 @@ class CurveFit(eqx.Module):
     history: Any
     num_steps: Any
     _curve: Curve
+    _start: PyTree  # the first free parameters; those of the first of several data sets
     _setting: FitSettings
     _data: Data | None  # None if it was read in parts
     _end: Fitted
@@ -169,15 +172,22 @@ class CurveFit(eqx.Module):
 
     def undetermined(self) -> list[str]:
         """Describe the directions in which the parameters do not change the curve."""
+        self._check_is_one("undetermined")
+        self._check_is_known("undetermined", self.chi_squared)
         found = []
+        starts, ends = (np.abs(ravel_pytree(p)[0]) for p in (self._start, self._free))
+        steps, units = _sizes(starts), _sizes(np.maximum(starts, ends))
         for direction in np.asarray(self._end.covariance.directions):
-            size = direction[np.argmax(np.abs(direction))]
-            if size == 0:
+            sizes = np.abs(direction / units)
+            most = np.argmax(sizes)
+            if not sizes[most] > 0:
                 continue
+            # The parameter that moves most moves by 1, or by the size of its start.
+            moves = direction / direction[most] * steps[most]
             parts = [
-                f"{name} by {part:.3g}"
-                for name, part in zip(self.names, direction / size, strict=True)
-                if abs(part) > 1e-6
+                f"{name} by {move:.3g}"
+                for name, move, size in zip(self.names, moves, sizes, strict=True)
+                if size > 1e-6 * sizes[most]
             ]
             found.append(" and ".join(parts))
         return found
@@ -201,6 +211,10 @@ class CurveFit(eqx.Module):
         """
         check_fraction("confidence", confidence)
         self._check_is_one("band")
+        if self._setting.is_estimated:
+            other = ", or pass `sigma` and `absolute_sigma=True` to `curve_fit`"
+            other *= not self._setting.is_robust
+            self._check_is_known("band", self.degrees_of_freedom, other)
         x = as_x(x)
         fixed = self._setting.fixed
         curve = self._curve.on(self._free, fixed, x)
@@ -273,9 +287,9 @@ class CurveFit(eqx.Module):
         parameter at a bound is an upper or lower limit, where the loss has risen as much
         as at the ends of the other intervals. An end is infinite if the loss never rises
         as much. It is NaN for parameters that are fixed or not determined, and, with a
-        warning, if the search for it fails. If the variance is estimated and the fit is
-        exact to rounding, the intervals come from the standard errors, and there are no
-        limits.
+        warning, if the search for it fails or ends where `f` is not finite. If the
+        variance is estimated and the fit is exact to rounding, the intervals come
+        from the standard errors, and there are no limits.
 
         ??? cite "Reference"
 
@@ -293,8 +307,16 @@ class CurveFit(eqx.Module):
         if self._setting.many:
             raise ValueError(f"`{method}` needs one data set: fit each separately.")
 
+    def _check_is_known(self, method: str, number: Any, other: str = "") -> None:
+        if is_traced(number):
+            raise ValueError(
+                f"`{method}` needs the numbers of the fit and cannot be traced: call it "
+                f"outside `jax.jit`, `jax.vmap` and `jax.grad`{other}."
+            )
+
     def _at_hand(self, method: str) -> Data:
-        """Return the data, if they are in memory."""
+        """Return the data, if they are in memory and the fit is not traced."""
+        self._check_is_known(method, self.chi_squared)
         if self._data is None:
             raise ValueError(
                 f"`{method}` needs all data in memory, and this fit read them in parts: "
@@ -383,6 +405,7 @@ class CurveFit(eqx.Module):
 def as_curve_fit(
     setting: FitSettings,
     curve: Curve,
+    start: PyTree,
     data: Data | None,
     end: Fitted,
     found: dict[str, Any],
@@ -400,11 +423,18 @@ def as_curve_fit(
         )
         free = jax.tree.map(nan, end.parameters)
         found |= {"parameters": eqx.combine(free, setting.fixed)}
-    fit = CurveFit(**found, _curve=curve, _setting=setting, _data=data, _end=end)
+    private = {"_curve": curve, "_start": start, "_setting": setting}
+    fit = CurveFit(**found, **private, _data=data, _end=end)
     complaint = fit.complaint()
     if complaint:
         warnings.warn(complaint, stacklevel=3)
     return fit
+
+
+def _sizes(values: np.ndarray) -> np.ndarray:
+    """Return powers of ten below the values; 1 for 0 and values of an ordinary size."""
+    is_ordinary = (values == 0) | ((values > 1e-3) & (values < 1e3))
+    return 10 ** np.floor(np.log10(np.where(is_ordinary, 1, values)))
 
 
 # The least residual of an outlier, in standard deviations of the noise.

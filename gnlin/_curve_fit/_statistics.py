@@ -97,7 +97,8 @@ def as_fitted(
         noise=jnp.where(dof > 0, noise, jnp.inf),
         nonfinite=nonfinite,
     )
-    matrix = known.matrix(end.factor(setting))
+    is_extreme = known.extreme[:, None] | known.extreme[None]
+    matrix = jnp.where(is_extreme, jnp.nan, known.matrix(end.factor(setting)))
     errors = jnp.where(held, jnp.nan, jnp.sqrt(jnp.diagonal(matrix)))
     outer = errors[:, None] * errors[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)

@@ -118,8 +118,13 @@ def _data(
     """Return the data of a block, and the first three faults of each point. Points after
     `num_points` are padding, and missing."""
     y = jax.tree.map(wholly_missing, y)
-    values = flat(y)
-    size = len(jax.tree.leaves(y)[0])
+    values, size = flat(y), len(jax.tree.leaves(y)[0])
+    errors = jnp.ones((), values.dtype)
+    if sigma is not None:
+        if jax.tree.structure(sigma) == jax.tree.structure(0):
+            sigma = jax.tree.map(lambda _: sigma, y)
+        errors = flat(jax.tree.map(broadcast, sigma, y)).astype(values.dtype)
+    values = jnp.where(jnp.isinf(errors), 0, values)  # left out, whatever it is
     # Integers and booleans are never missing.
     is_unknown = _any_of([v != v for v in jax.tree.leaves(x)], size)
     is_missing = is_unknown | _by_point(jnp.isnan(values), y)
@@ -128,11 +133,8 @@ def _data(
     other = jnp.argmax(is_used)
     x = jax.tree.map(lambda v: jnp.where(_along(is_used, v), v, v[other]), x)
     counted = _by_entry(is_used, y) & ~jnp.isnan(values)
-    errors, wrong = jnp.ones((), values.dtype), jnp.zeros(size, bool)
+    wrong = jnp.zeros(size, bool)
     if sigma is not None:
-        if jax.tree.structure(sigma) == jax.tree.structure(0):
-            sigma = jax.tree.map(lambda _: sigma, y)
-        errors = flat(jax.tree.map(broadcast, sigma, y)).astype(values.dtype)
         wrong = ~is_missing & _by_point(~(errors > 0), y)
         counted &= jnp.isfinite(errors)
         errors = jnp.where(counted, errors, 1)

@@ -44,6 +44,14 @@ class Covariance(NamedTuple):
         known = variance * matmul(self.factor, self.factor.T)
         return where_determined(self.determined, known)
 
+    @property
+    def extreme(self) -> Bool[Array, " k"]:
+        """Whether the squares of the Jacobian's columns underflow or overflow."""
+        info, free = jnp.finfo(self.units.dtype), jnp.isfinite(self.units)
+        least, most = float(info.tiny) ** 0.5, float(info.max) ** 0.5
+        is_out = (self.units < least) | (self.units > most)
+        return self.determined & free & is_out
+
     def covariance_of(
         self, matrix: Float[Array, "n k"], variance: Scalar
     ) -> Float[Array, "n n"]:
