@@ -474,6 +474,20 @@ def test_data_that_are_not_finite_warn_and_leave_the_model(solver, bad):
     np.testing.assert_array_equal(numbers(solution.model), numbers(model))
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf])
+@pytest.mark.parametrize("driver", [gnlin.solve, gnlin.fit])
+def test_a_parameter_that_is_not_finite_at_the_start(driver, bad):
+    """Even if the model does not read it."""
+    length = {"steps": 2} if driver is gnlin.fit else {"max_steps": 2}
+    model = lambda p, x: p["net"](x), {"net": network(), "rest": jnp.array([1.0, bad])}
+    message = f"start of the parameter `rest` must be finite, but holds {bad}: start"
+    with pytest.raises(ValueError, match=message):
+        driver(model, (X, T), **length)
+    spec = {"net": eqx.is_inexact_array, "rest": False}
+    solution = driver(model, (X, T), filter_spec=spec, **length)
+    assert solution.loss < solution.history.loss[0]
+
+
 def test_throw():
     model = network()
     targets = T.at[2].set(jnp.nan)
