@@ -90,10 +90,12 @@ def solve(
         [`gnlin.authoring.AbstractLoss`][]; by default summed over examples.
     - `prior`: the standard deviation $s$ of a normal prior of each trained parameter
         about zero, which is weight decay: $\frac{1}{2 s^2}\lVert\theta\rVert^2$ is added
-        to the sum of the loss over all examples, and both are divided by the number of
-        targets if the loss is a mean. For squared error, $s$ is in units of the noise's
-        standard deviation. [`gnlin.predict.posterior`][] takes the prior from the
-        solution. The history has the two parts as `"loss/data"` and `"loss/prior"`.
+        to the sum of the loss over all examples. If the loss is a mean, both are divided
+        by the number of targets, or by the sum of their weights: a target has the weight
+        of its example, times that of its class if there are `class_weights`. For squared
+        error, $s$ is in units of the noise's standard deviation.
+        [`gnlin.predict.posterior`][] takes the prior from the solution. The history has
+        the two parts as `"loss/data"` and `"loss/prior"`.
     - `max_steps`: maximum number of outer steps, each of which is one feature update.
     - `key`: the key for dropout; `jax.random.key(0)` by default. All evaluations within a
         step use the same keys, and the next step uses others, so that such a run never
