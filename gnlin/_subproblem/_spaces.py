@@ -191,8 +191,10 @@ class Linearised(NamedTuple):
     def value(self, z: PyTree[Array], damping: ScalarLike) -> Scalar:
         """Return the value of the damped problem, in the space of the parameters."""
         value = self.objective.value(_tree.axpy(1, self.space.push(z), self.outputs))
-        value += 0.5 * damping * _tree.dot(z, z)
-        return value if self.rest is None else value + _tree.dot(self.rest, z)
+        linear = _tree.scale(0.5 * damping, z)
+        if self.rest is not None:
+            linear = _tree.axpy(1, self.rest, linear)
+        return value + _tree.dot(linear, z).astype(value.dtype)
 
     def gradient(self, z: PyTree[Array], damping: ScalarLike) -> PyTree[Array]:
         """Return the gradient of the damped problem."""
