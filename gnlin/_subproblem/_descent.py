@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
@@ -102,6 +101,8 @@ def updated(
 ) -> tuple[PyTree[Array], PyTree]:
     """Return an optax optimiser's updates and new state. Those that adapt to the loss, as
     `optax.contrib.reduce_on_plateau` does, are passed it as `value`."""
+    import optax  # here, so that `import gnlin` is light
+
     optimiser = optax.with_extra_args_support(optimiser)
     # Optax mixes dtypes when it divides by powers of its step count.
     with jax.numpy_dtype_promotion("standard"):
