@@ -22,6 +22,7 @@ from ._training._data import as_batch, not_finite
 from ._training._divergence import check_divergence
 from ._training._ending import (
     after_full_batch,
+    explains_little,
     group_not_finite,
     in_words,
     of_statistics,
@@ -192,13 +193,17 @@ def solve(
         stats, loss_now = on_host((stats, loss_now))
         num_steps = stats["num_steps"]
         rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
-        ended, why = result_name(result), ""
+        ended, why, little = result_name(result), "", ""
+        has_targets = groups is None and prior is None
+        if has_targets and ended in ("successful", "stagnation"):
+            given = loss.reduced("sum"), batch, loss_now
+            little = explains_little("solve", *given, "start elsewhere")
         if ended not in WELL:
             why = why_it_failed(setting, carry)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
             given = not_finite(*batch) if groups is None else where_not_finite(groups)
             given = given or group_not_finite(row)
-            given = given or flaw_of(solver.retraction, carry.parameters)
+            given = given or flaw_of(solver.retraction, carry.parameters) or little
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
                 f"{why} {given}".rstrip()
@@ -213,6 +218,8 @@ def solve(
             doubt = after_full_batch(rows, float(loss_now), converged=converged)
             if doubt:
                 doubt = flaw_of(solver.retraction, carry.parameters) or doubt
+        if not complaint:
+            doubt = doubt or little
     final_model = network.frozen.with_parameters(carry.parameters)
     final_state = network.frozen.with_state(carry.model_state)
     if reason and not (doubt or complaint):
