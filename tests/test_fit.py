@@ -32,7 +32,7 @@ from fit_problems import (
     X,
 )
 from jax.flatten_util import ravel_pytree
-from problems import damped_step, equations, truncated_step, updated
+from problems import damped_step, equations, num_compiled, truncated_step, updated
 from sklearn.datasets import load_digits
 
 import gnlin
@@ -993,6 +993,25 @@ def test_an_optimiser_that_adapts_to_the_loss(batch_size, loss):
         rate = min(1, value / sum(jnp.vdot(x, x) for x in jax.tree.leaves(g)))
         model = jax.tree.map(lambda x, g, rate=rate: x - rate * g, model, g)
     np.testing.assert_allclose(found.model.weight, model.weight, rtol=1e-5)
+
+
+class Adam(eqx.Module):
+    """As in docs/training.md."""
+
+    rate: jax.Array
+
+    def init(self, parameters):
+        return optax.adam(self.rate).init(parameters)
+
+    def update(self, gradient, state, parameters=None):
+        return optax.adam(self.rate).update(gradient, state, parameters)
+
+
+def test_another_rate_is_not_compiled_again():
+    run = lambda optimiser: fit(solver=optimiser).history.loss
+    np.testing.assert_allclose(run(Adam(jnp.array(0.1))), run(optax.adam(0.1)), rtol=1e-6)
+    assert num_compiled(lambda: run(Adam(jnp.array(0.2)))) == 0
+    assert num_compiled(lambda: run(optax.adam(0.2))) > 0
 
 
 def test_an_optimiser_with_a_line_search():
