@@ -2,6 +2,7 @@
 its loss has risen, or its model is not ready for inference."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._common._sharding import is_here
-from ..losses import AbstractLoss, SquaredError
+from ..losses import SquaredError
 from ._messages import LAST_FINITE, result_name, why_it_ended
 from ._solution import losses_by_group
 from ._step import Carry, StepSettings
@@ -128,9 +129,7 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
     )
 
 
-def explains_little(
-    driver: str, loss: AbstractLoss, data: tuple, last: float, remedy: str
-) -> str:
+def explains_little(driver: str, loss: Any, data: tuple, last: float, remedy: str) -> str:
     """Return a sentence if a model is hardly better than the best constant, or "". Only
     squared error is judged, and only targets that vary.
 
