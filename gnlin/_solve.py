@@ -22,6 +22,7 @@ from ._training._data import as_batch, not_finite
 from ._training._divergence import check_divergence
 from ._training._ending import (
     after_full_batch,
+    explains_little,
     group_not_finite,
     in_words,
     of_statistics,
@@ -90,10 +91,12 @@ def solve(
         [`gnlin.authoring.AbstractLoss`][]; by default summed over examples.
     - `prior`: the standard deviation $s$ of a normal prior of each trained parameter
         about zero, which is weight decay: $\frac{1}{2 s^2}\lVert\theta\rVert^2$ is added
-        to the sum of the loss over all examples, and both are divided by the number of
-        targets if the loss is a mean. For squared error, $s$ is in units of the noise's
-        standard deviation. [`gnlin.predict.posterior`][] takes the prior from the
-        solution. The history has the two parts as `"loss/data"` and `"loss/prior"`.
+        to the sum of the loss over all examples. If the loss is a mean, both are divided
+        by the number of targets, or by the sum of their weights: a target has the weight
+        of its example, times that of its class if there are `class_weights`. For squared
+        error, $s$ is in units of the noise's standard deviation.
+        [`gnlin.predict.posterior`][] takes the prior from the solution. The history has
+        the two parts as `"loss/data"` and `"loss/prior"`.
     - `max_steps`: maximum number of outer steps, each of which is one feature update.
     - `key`: the key for dropout; `jax.random.key(0)` by default. All evaluations within a
         step use the same keys, and the next step uses others, so that such a run never
@@ -120,7 +123,8 @@ def solve(
     returns the best model so far, unless the run is part of a larger compiled program.
 
     **Raises:** `ValueError` if there is no data or no trainable parameter, if numbers of
-    examples or shapes do not match, or if a trainable leaf is not real.
+    examples or shapes do not match, or if a trainable leaf is not real or
+        not finite.
 
     !!! example
 
@@ -189,13 +193,17 @@ def solve(
         stats, loss_now = on_host((stats, loss_now))
         num_steps = stats["num_steps"]
         rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
-        ended, why = result_name(result), ""
+        ended, why, little = result_name(result), "", ""
+        has_targets = groups is None and prior is None
+        if has_targets and ended in ("successful", "stagnation"):
+            given = loss.reduced("sum"), batch, loss_now
+            little = explains_little("solve", *given, "start elsewhere")
         if ended not in WELL:
             why = why_it_failed(setting, carry)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
             given = not_finite(*batch) if groups is None else where_not_finite(groups)
             given = given or group_not_finite(row)
-            given = given or flaw_of(solver.retraction, carry.parameters)
+            given = given or flaw_of(solver.retraction, carry.parameters) or little
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
                 f"{why} {given}".rstrip()
@@ -210,6 +218,8 @@ def solve(
             doubt = after_full_batch(rows, float(loss_now), converged=converged)
             if doubt:
                 doubt = flaw_of(solver.retraction, carry.parameters) or doubt
+        if not complaint:
+            doubt = doubt or little
     final_model = network.frozen.with_parameters(carry.parameters)
     final_state = network.frozen.with_state(carry.model_state)
     if reason and not (doubt or complaint):

@@ -246,6 +246,8 @@ REACHED = {
         and n["several"].history["accuracy"][-1] > 0.9
         and n["several"].history["loss/ink"][-1] < 0.01
         and np.mean(n["outputs"].argmax(1) == n["labels"][1347:]) > 0.89
+        and np.var(n["predicted"] - n["price"]) < 1e-3 * np.var(n["price"])
+        and np.std(jax.vmap(n["filled"])(n["x"])[::3, 0] - n["standardised"][::3]) < 0.2
         and n["meta"]["step"] == len(n["history"]) == 20
         and n["meta"]["settings"]["columns"].startswith("step, epoch, loss")
     ),

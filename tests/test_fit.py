@@ -32,7 +32,7 @@ from fit_problems import (
     X,
 )
 from jax.flatten_util import ravel_pytree
-from problems import damped_step, equations, truncated_step, updated
+from problems import damped_step, equations, num_compiled, truncated_step, updated
 from sklearn.datasets import load_digits
 
 import gnlin
@@ -975,10 +975,49 @@ def test_a_first_batch_without_a_loss_is_no_measure():
     assert result.history.loss[-1] < 0.8 * result.history.loss[1]
 
 
+@pytest.mark.parametrize("batch_size", [None, 8])
+@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.losses.LogCosh()])
+def test_an_optimiser_that_adapts_to_the_loss(batch_size, loss):
+    """Polyak's step is the loss over the square of the gradient."""
+    x = np.linspace(-1, 1, 8)[:, None]
+    model, targets = eqx.nn.Linear(1, 1, key=jax.random.key(0)), np.sin(3 * x)
+    sizes = {"batch_size": batch_size, "epochs": 3, "progress": False}
+    found = gnlin.fit(model, (x, targets), optax.polyak_sgd(), loss=loss, **sizes)
+
+    @jax.value_and_grad
+    def loss_at(model):
+        return jnp.mean(jax.vmap(loss.value)(jax.vmap(model)(x), targets))
+
+    for _ in range(3):
+        value, g = loss_at(model)
+        rate = min(1, value / sum(jnp.vdot(x, x) for x in jax.tree.leaves(g)))
+        model = jax.tree.map(lambda x, g, rate=rate: x - rate * g, model, g)
+    np.testing.assert_allclose(found.model.weight, model.weight, rtol=1e-5)
+
+
+class Adam(eqx.Module):
+    """As in docs/training.md."""
+
+    rate: jax.Array
+
+    def init(self, parameters):
+        return optax.adam(self.rate).init(parameters)
+
+    def update(self, gradient, state, parameters=None):
+        return optax.adam(self.rate).update(gradient, state, parameters)
+
+
+def test_another_rate_is_not_compiled_again():
+    run = lambda optimiser: fit(solver=optimiser).history.loss
+    np.testing.assert_allclose(run(Adam(jnp.array(0.1))), run(optax.adam(0.1)), rtol=1e-6)
+    assert num_compiled(lambda: run(Adam(jnp.array(0.2)))) == 0
+    assert num_compiled(lambda: run(optax.adam(0.2))) > 0
+
+
 def test_an_optimiser_with_a_line_search():
     x = np.linspace(-1, 1, 8)[:, None]
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"as `optax.lbfgs` does: pass one that needs"):
+    with pytest.raises(ValueError, match=r"as `optax.lbfgs` does to search"):
         gnlin.fit(model, (x, x), optax.lbfgs(), steps=1, progress=False)
 
 

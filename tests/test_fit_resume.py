@@ -511,11 +511,12 @@ OTHERS = {
     "batches": ({"data": BATCHES, "batch_size": None}, "belongs to another run: its "),
     "metrics": (
         {"validation": (X, T), "metrics": {"spread": lambda f, t: jnp.std(f)}},
-        "its list of columns is",
+        "run: its history lacks validation_loss, validation_spread, "
+        "validation_loss_linearised, validation_spread_linearised; pass the",
     ),
     "early stop": (
         {"validation": (X, T), "callbacks": EarlyStop()},
-        "its list of columns is",
+        "its history lacks validation_loss",
     ),
 }
 
@@ -527,6 +528,15 @@ def test_another_run_is_refused(name, tmp_path):
     message = refused(tmp_path, 6, **changes)
     assert "belongs to another run" in message
     assert words in message
+
+
+def test_a_run_with_more_columns_is_refused(tmp_path):
+    measures = [gnlin.callbacks.Measure({n: lambda _: 0.0}) for n in ("first", "second")]
+    fit(checkpoint=tmp_path, callbacks=measures)
+    message = refused(tmp_path, 6, callbacks=measures[:1])
+    assert "run: its history also has second; pass" in message
+    message = refused(tmp_path, 6, callbacks=measures[::-1])
+    assert "the columns of its history are in another order" in message
 
 
 def test_other_callbacks_are_refused(tmp_path):

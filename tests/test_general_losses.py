@@ -936,18 +936,17 @@ NOT_FINITE = {
 
 @pytest.mark.parametrize("solver", NOT_FINITE.values(), ids=NOT_FINITE)
 def test_data_that_are_not_finite(solver):
-    x, not_a_number, infinite = X.copy(), start(), start()
-    x[2, 1] = not_a_number[43] = np.nan
-    infinite[43] = np.inf
-    for inputs, w in ((x, start()), (X, not_a_number), (X, infinite)):
-        model, data = Net(jnp.asarray(w)), (inputs, LABELS)
-        with (
-            pytest.warns(UserWarning, match=r"[Nn]on-?finite|is not finite"),
-            op_by_op(solver is not PROX),
-        ):
-            solution = gnlin.solve(model, data, solver, loss=SOFTMAX.loss, max_steps=1)
-        assert w is infinite or result_is(solution, "nonfinite")
-        np.testing.assert_array_equal(solution.model.w, w)
+    x, w = X.copy(), start()
+    x[2, 1] = np.nan
+    with (
+        pytest.warns(UserWarning, match=r"[Nn]on-?finite|is not finite"),
+        op_by_op(solver is not PROX),
+    ):
+        solution = gnlin.solve(
+            Net(jnp.asarray(w)), (x, LABELS), solver, loss=SOFTMAX.loss, max_steps=1
+        )
+    assert result_is(solution, "nonfinite")
+    np.testing.assert_array_equal(solution.model.w, w)
 
 
 @pytest.mark.parametrize(

@@ -445,3 +445,17 @@ def test_any_units_by_products_alone():
     known = fit(jnp.float32(1))
     for scale in (1e-12, 1e10):
         np.testing.assert_allclose(fit(jnp.float32(scale)), known, rtol=1e-4)
+
+
+def test_a_root_in_single_precision():
+    """Optimistix compares the function itself with `atol`."""
+
+    def root(**tolerances):
+        solver, start = gnlin.LevenbergMarquardt(**tolerances), jnp.float32(1)
+        square = lambda y, _: y**2 - 2
+        return optx.root_find(square, solver, start, max_steps=20, throw=False)
+
+    found = root(rtol=1e-6, atol=1e-6)
+    assert found.result == optx.RESULTS.successful
+    np.testing.assert_allclose(found.value, 2**0.5, rtol=1e-6)
+    assert root().result != optx.RESULTS.successful  # which docs/choosing.md says

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fit_problems import Normalised
 from hypothesis import given, strategies as st
 from scipy import integrate, linalg, optimize, stats
 from scipy.special import expit, logsumexp, softmax
@@ -390,6 +391,22 @@ def test_a_classifier_that_is_trained_with_its_prior():
     )
     with pytest.warns(UserWarning, match=f"is {distance:.2g} standard deviations"):
         small(inputs)
+
+
+def test_a_solution_with_state_as_it_is_in_inference():
+    """The state stays fixed, and the prior is that of the training."""
+    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0), 0.5)
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(9, 3)), rng.normal(size=(9, 2))
+    trained = gnlin.solve(model, data, state=state, prior=0.7, max_steps=3)
+    after = trained.state
+    pair = (lambda m, x: m(x, after)[0], eqx.nn.inference_mode(trained.model))
+    zero = jax.tree.map(lambda x: x * 0 if eqx.is_inexact_array(x) else x, pair)
+    known = {"noise": 0.1, "prior": 0.07, "about": zero}
+    expected = gnlin.predict.posterior(pair, data, **known)(TEST)
+    found = gnlin.predict.posterior(trained, data, noise=0.1)(TEST)
+    for ours, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-6)
 
 
 def posterior_point(model):

@@ -515,6 +515,20 @@ def test_data_that_are_not_finite_warn_and_leave_the_model(solver, bad):
     np.testing.assert_array_equal(numbers(solution.model), numbers(model))
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf])
+@pytest.mark.parametrize("driver", [gnlin.solve, gnlin.fit])
+def test_a_parameter_that_is_not_finite_at_the_start(driver, bad):
+    """Even if the model does not read it."""
+    length = {"steps": 2} if driver is gnlin.fit else {"max_steps": 2}
+    model = lambda p, x: p["net"](x), {"net": network(), "rest": jnp.array([1.0, bad])}
+    message = f"start of the parameter `rest` must be finite, but holds {bad}: start"
+    with pytest.raises(ValueError, match=message):
+        driver(model, (X, T), **length)
+    spec = {"net": eqx.is_inexact_array, "rest": False}
+    solution = driver(model, (X, T), filter_spec=spec, **length)
+    assert solution.loss < solution.history.loss[0]
+
+
 def test_throw():
     model = network()
     targets = T.at[2].set(jnp.nan)
@@ -550,6 +564,53 @@ def test_a_kink_is_where_it_stands_still_not_where_it_diverges():
     with pytest.warns(UserWarning, match="stands still.*smooth activation"):
         solution = gnlin.solve(Kink(jnp.array(3.0)), (jnp.ones(3), jnp.zeros(3)))
     assert solution.result == optx.RESULTS.stagnation
+
+
+MEAN = lambda p, _: p, jnp.array([1.0, 1.0])  # converges to the best constant
+WAVES = np.stack([np.sin(3 * X[:, 0]), np.cos(4 * X[:, 0])], axis=1)
+LITTLE = "explains less than 5 % of the variance of the targets: standardise the inputs "
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("weights", [None, np.arange(8.0)])
+@pytest.mark.parametrize("driver", [gnlin.solve, gnlin.fit])
+def test_a_model_no_better_than_a_constant_is_told(driver, weights, scaled):
+    """The weighted mean of each output is the least that a model should reach."""
+    targets, scale = (WAVES, "") if scaled else (2e5 + 1e4 * WAVES, None)
+    best = np.average(targets, axis=0, weights=weights)
+    if scale is None:
+        first = np.average((targets - best) ** 2, axis=0, weights=weights)[0] ** 0.5
+        scale = f" (mean {best[0]:.2g}, standard deviation {first:.2g})"
+    length = {"max_steps": 9} if driver is gnlin.solve else {"steps": 9}
+    message = f"{driver.__name__}` {LITTLE}and the targets{scale}, or start elsewhere"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        solution = driver(MEAN, (X, targets, weights), **length)
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.model[1], best, rtol=1e-6, atol=1e-12)
+
+
+def test_batches_are_judged_after_ten_epochs():
+    data = np.tile(X, (10, 1)), np.tile(WAVES, (10, 1))
+    gnlin.fit(MEAN, data, batch_size=8, epochs=9)
+    with pytest.warns(UserWarning, match=f"fit` {LITTLE}.*or train for longer"):
+        gnlin.fit(MEAN, data, batch_size=8, epochs=10)
+    gnlin.fit(network(), (data[0], data[1][:, :1]), batch_size=8, epochs=10)
+
+
+def test_where_a_constant_is_no_measure():
+    """Without a warning."""
+    gnlin.solve(MEAN, (X, np.full((8, 2), 0.1)))
+    gnlin.solve(MEAN, (X, WAVES), prior=1.0)
+    gnlin.solve(MEAN, (X, WAVES), loss=gnlin.losses.LogCosh())
+    gnlin.solve(MEAN, (X, WAVES), max_steps=1)
+    jax.jit(lambda t: gnlin.solve(MEAN, (X, t)).loss)(WAVES)
+    group = gnlin.Residuals(*MEAN[:1], X, targets=WAVES)
+    assert gnlin.solve(MEAN[1], group).result == optx.RESULTS.successful
+
+
+def test_a_kink_where_little_is_explained():
+    with pytest.warns(UserWarning, match=f"stands still.*{LITTLE}"):
+        gnlin.solve(Kink(jnp.array(3.0)), (jnp.ones(3), jnp.arange(-1.0, 2.0)))
 
 
 def test_divergence_warns_by_name_and_leaves_the_model():

@@ -90,7 +90,8 @@ def fit(
     - `prior`: the standard deviation $s$ of a normal prior of each trained parameter
         about zero, which is weight decay: $\frac{1}{2 s^2}\lVert\theta\rVert^2$ is added
         to the sum of the loss over all examples, and both are divided by the number of
-        examples; see [`gnlin.solve`][]. This needs data in arrays.
+        targets, or by the sum of their weights; see [`gnlin.solve`][]. This needs data in
+        arrays.
     - `batch_size`: the number of examples in a step, or `None` for all. Each epoch
         shuffles the examples and leaves out an incomplete last batch. For groups it is a
         number, or a dictionary of numbers by name: each step draws that many examples of

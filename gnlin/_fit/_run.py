@@ -12,6 +12,7 @@ from .._common._canonical import join, split
 from .._common._identity import as_numpy
 from .._training._ending import (
     after_batches,
+    explains_little,
     group_not_finite,
     in_words,
     of_statistics,
@@ -29,6 +30,10 @@ from ._snapshot import CallbackState, give_back, like_array, Now, Snapshot, stat
 from ._step import as_handed_out, Compiled, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
+
+
+# A run on batches is judged by what it explains after so many epochs and steps.
+_EPOCHS_JUDGED, _STEPS_JUDGED = 10, 100
 
 
 class _Stopped(Exception):
@@ -166,7 +171,7 @@ class Run(AbstractRun):
             with suppress(_Stopped):
                 self._train(first=self.step)
             doubt = after_batches(self.history, made_all=not self._reason)
-            self.complaint = doubt or self.complaint
+            self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
             if not self.complaint:
                 self.complaint = of_statistics(self.model, self.model_state)
             self._save()
@@ -291,6 +296,24 @@ class Run(AbstractRun):
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
+
+    def _doubt(self) -> str:
+        """Return a sentence if the model explains little of the targets, or "". A run on
+        batches is judged by its best epoch, if it was not short."""
+        setting, stream, carry = self._setting, self._stream, self._carry()
+        failed = result_name(self.result) in ("nonfinite", "nonlinear_divergence")
+        if failed or setting.prior is not None or not isinstance(stream, ArrayStream):
+            return ""
+        given = "fit", setting.loss, stream.example
+        if not setting.streaming:
+            if not carry.solver_state.is_over:
+                return ""
+            return explains_little(*given, float(carry.loss), "start elsewhere")
+        if self.epoch < _EPOCHS_JUDGED or self.step < _STEPS_JUDGED:
+            return ""
+        epochs, losses = self.history["epoch"].astype(int), self.history.loss
+        best = np.min(np.bincount(epochs, losses) / np.bincount(epochs))
+        return explains_little(*given, float(best), "train for longer")
 
     def _validate(self) -> None:
         assert self._validation is not None

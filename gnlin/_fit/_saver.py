@@ -136,8 +136,18 @@ class Saver:
             )
             return
         name = next(x for x in {**here, **there} if here.get(x) != there.get(x))
-        called = {"data": "data set", "columns": "list of columns"}.get(name, name)
+        called = "data set" if name == "data" else name
         what = f"its {called} is {there.get(name)}, and here it is {here.get(name)}"
+        if name == "columns":
+            old, new = (x.get(name, "").split(", ") for x in (there, here))
+            more = ", ".join(column for column in old if column not in new)
+            less = ", ".join(column for column in new if column not in old)
+            what = " and ".join(
+                f"its history {has} {columns}"
+                for has, columns in (("also has", more), ("lacks", less))
+                if columns
+            )
+            what = what or "the columns of its history are in another order"
         if name == "step":
             what = (
                 "its steps compute something else, as with another learning rate of an "

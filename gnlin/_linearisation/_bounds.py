@@ -161,15 +161,23 @@ def _refuse_empty(low: np.ndarray, high: np.ndarray, of: str) -> None:
 
 
 def check_start(bounds: Any, y: PyTree[Array]) -> None:
-    """Raise `ValueError` if the bounds are invalid, or the start is outside them. Traced
-    values are not checked."""
-    if bounds is None:
-        return
+    """Raise `ValueError` if the start is not finite, the bounds are invalid, or the start
+    is outside them. Traced values are not checked."""
     given = jax.tree.leaves((bounds, y))
     if any(isinstance(x, Tracer) or not is_here(x) for x in given):
         return
-    box = Box.of(bounds, y)
     leaves = jax.tree_util.tree_leaves_with_path(y)
+    for path, x in leaves:
+        is_finite = np.isfinite(x)
+        if not np.all(is_finite):
+            raise ValueError(
+                f"The start{_of_parameter(path)} must be finite, but holds "
+                f"{np.asarray(x)[~is_finite][0]}: start elsewhere, or leave the "
+                "parameter out by `filter_spec`."
+            )
+    if bounds is None:
+        return
+    box = Box.of(bounds, y)
     lowers, uppers = jax.tree.leaves(box.lower), jax.tree.leaves(box.upper)
     for (path, x), low, high in zip(leaves, lowers, uppers, strict=True):
         of = _of_parameter(path)

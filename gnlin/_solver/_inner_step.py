@@ -68,7 +68,7 @@ def inner_step(
     loss = objective.value(outputs)
 
     optimiser = optimiser_of(solver)
-    updates, inner = updated(optimiser, gradient, stream.inner, y)
+    updates, inner = updated(optimiser, gradient, stream.inner, y, loss)
     new_y = solver.clipped(_tree.axpy(1, updates, y))
     finite = _tree.all_finite((new_y, loss))
     new_y = _tree.where(finite, new_y, y)

@@ -93,17 +93,25 @@ def descend(
 
 
 def updated(
-    optimiser: Any, gradient: PyTree[Array], state: PyTree, y: PyTree[Array]
+    optimiser: Any,
+    gradient: PyTree[Array],
+    state: PyTree,
+    y: PyTree[Array],
+    loss: Scalar,
 ) -> tuple[PyTree[Array], PyTree]:
-    """Return an optax optimiser's updates and new state."""
+    """Return an optax optimiser's updates and new state. Those that adapt to the loss, as
+    `optax.contrib.reduce_on_plateau` does, are passed it as `value`."""
+    import optax  # here, so that `import gnlin` is light
+
+    optimiser = optax.with_extra_args_support(optimiser)
     # Optax mixes dtypes when it divides by powers of its step count.
     with jax.numpy_dtype_promotion("standard"):
         try:
-            return optimiser.update(gradient, state, y)
+            return optimiser.update(gradient, state, y, value=loss)
         except TypeError as error:
             if "keyword-only" not in str(error):
                 raise
             raise ValueError(
-                "This optimiser searches along its steps, and so evaluates the loss "
-                "itself, as `optax.lbfgs` does: pass one that needs gradients only."
+                "This optimiser needs more than the gradient and the loss, as "
+                "`optax.lbfgs` does to search along its steps: pass another one."
             ) from error

@@ -133,7 +133,8 @@ class AbstractIteration(AbstractMethod):
         def body(carry):
             k, step, state = carry
             g = problem.gradient(step, damping)
-            updates, state = updated(optimiser, g, state, _tree.axpy(1, step, point))
+            at, loss = _tree.axpy(1, step, point), problem.value(step, damping)
+            updates, state = updated(optimiser, g, state, at, loss)
             return k + 1, _tree.axpy(1, updates, step), state
 
         def unfinished(carry):

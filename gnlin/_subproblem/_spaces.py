@@ -188,6 +188,14 @@ class Linearised(NamedTuple):
         """Return the gradient at the linearisation point."""
         return self._gradient(self.outputs) if self.first is None else self.first
 
+    def value(self, z: PyTree[Array], damping: ScalarLike) -> Scalar:
+        """Return the value of the damped problem, in the space of the parameters."""
+        value = self.objective.value(_tree.axpy(1, self.space.push(z), self.outputs))
+        linear = _tree.scale(0.5 * damping, z)
+        if self.rest is not None:
+            linear = _tree.axpy(1, self.rest, linear)
+        return value + _tree.dot(linear, z).astype(value.dtype)
+
     def gradient(self, z: PyTree[Array], damping: ScalarLike) -> PyTree[Array]:
         """Return the gradient of the damped problem."""
         at = _tree.axpy(1, self.space.push(z), self.outputs)

@@ -2,6 +2,7 @@
 its loss has risen, or its model is not ready for inference."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._common._sharding import is_here
+from ..losses import SquaredError
 from ._messages import LAST_FINITE, result_name, why_it_ended
 from ._solution import losses_by_group
 from ._step import Carry, StepSettings
@@ -21,6 +24,8 @@ _WORSE, _FAR_OFF = 2.0, 100.0
 # Across batches it has also risen if the mean of the last losses exceeds the first loss,
 # and more than this part of all pairs of an early and a late loss rise.
 _RISEN = 0.9
+# A model explains little if its loss is more than this part of the best constant's.
+_UNEXPLAINED = 0.95
 # The part of the running variances that their initial value may be.
 _INITIAL = 0.1
 _NO_GRADIENT = (
@@ -121,6 +126,40 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
         f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {first:.3g} "
         f"to {last:.3g}: use more damping, larger batches or a smaller learning rate, or "
         "`gnlin.LevenbergMarquardt()` in place of another solver."
+    )
+
+
+def explains_little(driver: str, loss: Any, data: tuple, last: float, remedy: str) -> str:
+    """Return a sentence if a model is hardly better than the best constant, or "". Only
+    squared error is judged, and only targets that vary.
+
+    - `loss`: with its reduction.
+    - `last`: its value for all examples.
+    - `remedy`: what else to do than to standardise the data.
+    """
+    _, targets, weights = data
+    leaves = jax.tree.leaves(targets)
+    if not (isinstance(loss, SquaredError) and all(map(is_here, leaves))):
+        return ""
+    y = np.concatenate([np.asarray(x, float).reshape(len(x), -1) for x in leaves], 1)
+    weights = np.ones(len(y)) if weights is None else np.asarray(weights)
+    mean = np.average(y, axis=0, weights=weights)
+    deviation = np.sqrt(np.average((y - mean) ** 2, axis=0, weights=weights))
+    constant = 0.5 * np.sum(deviation**2)
+    if loss.reduction == "sum":
+        constant *= np.sum(weights)
+    varies = deviation > 1e-12 * np.abs(mean)
+    if not (np.any(varies) and last >= _UNEXPLAINED * constant):
+        return ""
+    unusual = varies & (
+        (np.abs(mean) > 3 * deviation) | (np.abs(np.log10(deviation + ~varies)) > 1)
+    )
+    said, k = "", np.argmax(unusual)
+    if unusual[k]:
+        said = f" (mean {mean[k]:.2g}, standard deviation {deviation[k]:.2g})"
+    return (
+        f"The model of `gnlin.{driver}` explains less than 5 % of the variance of the "
+        f"targets: standardise the inputs and the targets{said}, or {remedy}."
     )
 
 

@@ -320,6 +320,18 @@ def make_network(
     return parameters, Network(frozen, takes_key, has_state, axis_name, part_size)
 
 
+def with_fixed_state(model: PyTree, state: PyTree) -> PyTree:
+    """Return a trained model in inference mode, as a pair `(fn, parameters)` that has no
+    state; without a state, return the model itself."""
+    if state is None:
+        return model
+    return eqx.Partial(_in_inference, in_single(state)), eqx.nn.inference_mode(model)
+
+
+def _in_inference(state: PyTree, model: PyTree, x: PyTree) -> PyTree[Array]:
+    return model(x, state, **({"key": None} if _takes_key(model) else {}))[0]
+
+
 def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
     x, key = example
     model = network.frozen.in_training(parameters)

@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._checks import check_finite_positive, check_scalar, is_whole
 from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._training._model import with_fixed_state
 from .._training._solution import model_and_spec, Solution
 from ..losses import AbstractLoss, SigmoidCrossEntropy, SoftmaxCrossEntropy, SquaredError
 from ..losses._base import check_loss, with_reduction
@@ -64,7 +65,8 @@ def posterior(
     **Arguments:**
 
     - `model`: a [`gnlin.Solution`][] of [`gnlin.solve`][] or [`gnlin.fit`][], whose prior
-        is then used, or a model of one example's input.
+        is then used, or a model of one example's input. A solution with a state, such as
+        that of batch normalisation, is used in inference mode, with the state fixed.
     - `data`: `(inputs, targets)`, or `(inputs, targets, weights)` with weights of the
         examples, which are inverse variances in units of the noise's.
     - `noise`: $\sigma$, in units of the targets, for squared error only, which needs it.
@@ -140,8 +142,10 @@ def posterior(
             "With `from_zero` the outputs at the start are zero and `about` has no "
             "effect: leave one of them out."
         )
-    trained_with = model.prior if isinstance(model, Solution) else None
+    is_solution = isinstance(model, Solution)
+    trained_with, state = (model.prior, model.state) if is_solution else (None, None)
     model, filter_spec = model_and_spec(model, filter_spec)
+    model = with_fixed_state(model, state)
     if trained_with is not None:
         unit = 1.0 if noise is None else noise
         prior = trained_with * unit if prior is None else prior
