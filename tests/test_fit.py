@@ -1054,6 +1054,15 @@ def test_negative_losses_that_rise():
         gnlin.fit(model, (x, x), ascent, loss=Shifted(), steps=30, divergence=None)
 
 
+def test_a_loss_that_was_lower_in_between():
+    x, model = jnp.linspace(1, 2, 8), (lambda p, x: p * x, jnp.array(0.0))
+    slopes = [3] * 20 + [2, 4] * 10
+    batches, solver = [(x, slope * x) for slope in slopes], gnlin.DampedGaussNewton(1.0)
+    with pytest.warns(UserWarning, match="the loss rose from 0.0197 in between to 1.18"):
+        gnlin.fit(model, batches, solver, steps=40)
+    gnlin.fit(model, batches[:20], solver, steps=20)
+
+
 def test_negative_losses_that_fall():
     x = np.linspace(-1, 1, 8)[:, None]
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0))

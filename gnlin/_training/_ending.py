@@ -24,6 +24,9 @@ _WORSE, _FAR_OFF = 2.0, 100.0
 # Across batches it has also risen if the mean of the last losses exceeds the first loss,
 # and more than this part of all pairs of an early and a late loss rise.
 _RISEN = 0.9
+# It has been lost if its mean over some steps was below the first part of the last mean,
+# which is more than the second part of the first loss.
+_LOST, _SOLVED = 0.1, 0.01
 # A model explains little if its loss is more than this part of the best constant's.
 _UNEXPLAINED = 0.95
 # The part of the running variances that their initial value may be.
@@ -118,13 +121,17 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
     # A loss of zero, as of a batch whose targets are met, is no measure.
     first = float(next((loss for loss in losses if loss != 0), 0.0))
     last = float(np.mean(late))
+    means = losses[: len(losses) // some * some].reshape(-1, some).mean(axis=1)
+    best = float(np.min(means))
+    lost = 0 < best < _LOST * last and last > _SOLVED * first
+    since = f"{best:.3g} in between" if lost else f"{first:.3g}"
     # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
     risen = last > first and np.mean(late > early[:, None]) > _RISEN
-    if not (risen or _is_worse(first, last)):
+    if not (risen or lost or _is_worse(first, last)):
         return ""
     return (
-        f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {first:.3g} "
-        f"to {last:.3g}: use more damping, larger batches or a smaller learning rate, or "
+        f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {since} to "
+        f"{last:.3g}: use more damping, larger batches or a smaller learning rate, or "
         "`gnlin.LevenbergMarquardt()` in place of another solver."
     )
 
