@@ -578,6 +578,9 @@ def test_inside_jit():
     parameters, _, result = run(np.where(X[3] == X, np.nan, Y))
     assert result == optx.RESULTS.nonfinite._value
     assert np.all(np.isnan(values(parameters)))
+    several = lambda y: gnlin.curve_fit(decay, X, y, START, fixed=["c"]).parameters
+    shapes = jax.eval_shape(several, np.stack([Y, Y]))
+    assert [x.shape for x in jax.tree.leaves(shapes)] == [(2,), (2,), (2,)]
 
 
 def test_what_needs_the_numbers_of_a_fit_inside_jit():

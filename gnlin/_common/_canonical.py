@@ -98,28 +98,32 @@ def read_by(leaves: Iterable[Any]) -> tuple[Hashable, ...]:
     return tuple(map(_read, leaves))
 
 
-_DATA = bool | int | float | complex | str | tuple | np.ndarray | np.generic | Array
-
-
 def _read(fn: Any) -> tuple[Hashable, ...]:
     """Return the numbers and arrays that a plain function reads from its closure and its
-    module, directly or through the module's functions that it calls. What it reads from
-    other modules, or as attributes of objects, is left out, as by `jax.jit`."""
+    module, directly or through the module's functions that it calls, and the code of
+    these. What it reads from other modules, or as attributes of objects, is left out, as
+    by `jax.jit`."""
     found: dict[Any, Hashable] = {}
     waiting = [fn]
     while waiting:
         fn = waiting.pop()
         if not isinstance(fn, types.FunctionType) or fn in found:
             continue
-        values = _variables(fn).values()
-        data = (x for x in values if isinstance(x, _DATA) and not isinstance(x, Tracer))
-        # An array of JAX never changes, and may be on another device.
-        found[fn] = tuple(
-            _Itself(x) if isinstance(x, Array) else _key_of_value(x, 0) for x in data
-        )
-        here = fn.__globals__
-        waiting += [x for x in values if getattr(x, "__globals__", None) is here]
+        values, here = _variables(fn).values(), fn.__globals__
+        found[fn] = fn.__code__, *map(_key_of_data, values)
+        functions = (x for x in values if isinstance(x, types.FunctionType))
+        waiting += [x for x in functions if x.__globals__ is here]
     return tuple(found.values())
+
+
+def _key_of_data(value: Any) -> Hashable:
+    """Return a key of a number, a string, an array or a tuple of them, else `None`."""
+    if isinstance(value, tuple):
+        return tuple(map(_key_of_data, value))
+    if isinstance(value, Array):  # It never changes, and may be on another device.
+        return None if isinstance(value, Tracer) else _Itself(value)
+    is_data = isinstance(value, int | float | complex | str | np.ndarray | np.generic)
+    return _key_of_value(value, 0) if is_data else None
 
 
 def _variables(fn: types.FunctionType) -> dict[str, Any]:

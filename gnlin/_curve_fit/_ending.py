@@ -85,7 +85,9 @@ def _extreme_derivative(fit: "CurveFit") -> str:
     """Return that the squares of the derivative by a parameter, of which steps are made,
     are beyond the range of numbers; or "". Such a parameter stays at its start."""
     known = fit._end.covariance
-    is_extreme = np.asarray(known.extreme)
+    # NumPy has less overhead per operation.
+    arrays = {name: np.asarray(getattr(known, name)) for name in ("units", "determined")}
+    is_extreme = known._replace(**arrays).extreme
     if not is_extreme.any() or not np.isfinite(fit._end.loss):
         return ""
     which = int(np.argmax(is_extreme))

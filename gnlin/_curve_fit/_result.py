@@ -421,8 +421,15 @@ def as_curve_fit(
         nan = lambda p: jnp.where(
             jnp.expand_dims(failed, range(failed.ndim, p.ndim)), jnp.nan, p
         )
-        free = jax.tree.map(nan, end.parameters)
-        found |= {"parameters": eqx.combine(free, setting.fixed)}
+        is_none = lambda x: x is None
+        found |= {
+            "parameters": jax.tree.map(
+                lambda free, p: p if free is None else nan(free),
+                end.parameters,
+                found["parameters"],
+                is_leaf=is_none,
+            )
+        }
     private = {"_curve": curve, "_start": start, "_setting": setting}
     fit = CurveFit(**found, **private, _data=data, _end=end)
     complaint = fit.complaint()

@@ -1,5 +1,6 @@
 """The covariance of fitted parameters, from singular values."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -47,10 +48,10 @@ class Covariance(NamedTuple):
     @property
     def extreme(self) -> Bool[Array, " k"]:
         """Whether the squares of the Jacobian's columns underflow or overflow."""
-        info, free = jnp.finfo(self.units.dtype), jnp.isfinite(self.units)
+        info = jnp.finfo(self.units.dtype)
         least, most = float(info.tiny) ** 0.5, float(info.max) ** 0.5
-        is_out = (self.units < least) | (self.units > most)
-        return self.determined & free & is_out
+        is_large = (self.units > most) & (self.units < math.inf)
+        return self.determined & ((self.units < least) | is_large)
 
     def covariance_of(
         self, matrix: Float[Array, "n k"], variance: Scalar

@@ -97,12 +97,14 @@ def verdict(
     point = _as_in(update.problem, lin.point)
     quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
     small = _is_within(solver, atol, update.y, step, now, then)
-    if update.problem is None and objective.is_quadratic:
+    if update.problem is None and objective.is_quadratic and not update.searched:
         # A step also counts as small if the outputs' rounding hides its decrease. In
         # single precision, a linear problem whose residuals vanish converges in three
-        # steps, and otherwise makes all that are allowed.
+        # steps, and otherwise makes all that are allowed. Errors of single outputs are
+        # independent, so that the loss sees the root of their mean square.
         zeros = objective.residual(_tree.zeros_like(here))
-        size = _tree.norm(jax.tree.map(jnp.subtract, then, zeros)).astype(loss.dtype)
+        outputs = jax.tree.map(jnp.subtract, then, zeros)
+        size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
         small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
     return Ended(
         arrived,

@@ -24,8 +24,8 @@ _WORSE, _FAR_OFF = 2.0, 100.0
 # Across batches it has also risen if the mean of the last losses exceeds the first loss,
 # and more than this part of all pairs of an early and a late loss rise.
 _RISEN = 0.9
-# It has been lost if its mean over some steps was below the first part of the last mean,
-# which is more than the second part of the first loss.
+# It has been lost if its median over a tenth of the run was below the first part of the
+# last one, which is more than the second part of the first loss.
 _LOST, _SOLVED = 0.1, 0.01
 # A model explains little if its loss is more than this part of the best constant's.
 _UNEXPLAINED = 0.95
@@ -118,12 +118,15 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
         )
     some = min(_LOOKED_BACK, len(losses) // 2)
     early, late = losses[:some], losses[-some:]
+    # Medians, because a batch with an outlier has a large loss at any time.
+    size = max(some, len(losses) // 10)
+    parts = losses[-(len(losses) // size * size) :].reshape(-1, size)
+    *between, end = np.median(parts, axis=1)
     # A loss of zero, as of a batch whose targets are met, is no measure.
     first = float(next((loss for loss in losses if loss != 0), 0.0))
     last = float(np.mean(late))
-    means = losses[: len(losses) // some * some].reshape(-1, some).mean(axis=1)
-    best = float(np.min(means))
-    lost = 0 < best < _LOST * last and last > _SOLVED * first
+    best = min(between, default=end)
+    lost = 0 < best < _LOST * end and end > _SOLVED * first
     since = f"{best:.3g} in between" if lost else f"{first:.3g}"
     # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
     risen = last > first and np.mean(late > early[:, None]) > _RISEN
@@ -165,8 +168,9 @@ def explains_little(driver: str, loss: Any, data: tuple, last: float, remedy: st
     if unusual[k]:
         said = f" (mean {mean[k]:.2g}, standard deviation {deviation[k]:.2g})"
     return (
-        f"The model of `gnlin.{driver}` explains less than 5 % of the variance of the "
-        f"targets: standardise the inputs and the targets{said}, or {remedy}."
+        f"The model of `gnlin.{driver}` explains less than 5 % of the total variance of "
+        f"the targets: standardise the inputs and the targets{said}, or {remedy}, unless "
+        "the targets are mostly noise."
     )
 
 
