@@ -459,3 +459,13 @@ def test_a_root_in_single_precision():
     assert found.result == optx.RESULTS.successful
     np.testing.assert_allclose(found.value, 2**0.5, rtol=1e-6)
     assert root().result != optx.RESULTS.successful  # which docs/choosing.md says
+
+
+def test_a_loss_that_is_nearly_linear_far_off():
+    """Its curvature at the start is 1e-68, and its gradient is 0.01."""
+    x = jnp.linspace(0, 3, 40)
+    line = lambda p, x: p[0] + p[1] * x, jnp.zeros(2)
+    loss = gnlin.losses.LogCosh(0.01)
+    solution = gnlin.solve(line, (x, 1 + 2 * x), loss=loss, progress=False)
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.model[1], [1, 2], rtol=1e-6)

@@ -391,6 +391,8 @@ def test_a_likelihood_of_your_own_may_have_a_runs_test_and_a_picture():
     below = scipy.stats.expon.cdf(bent / np.exp(line(fit.parameters, X)))
     assert fit.runs_test() == runs_test(np.sign(below - 0.5)) < 0.05
     assert "runs test of the residuals' signs: p = " in str(fit)
+    assert "Pearson" not in str(fit)
+    assert "Pearson" in str(fit_of("poisson"))
     (curve,) = (drawn for drawn in fit.plot().lines if drawn.get_label() == "fit")
     expected = np.exp(line(fit.parameters, X[-1]))
     assert curve.get_ydata()[-1] == pytest.approx(float(expected))

@@ -611,6 +611,20 @@ def test_outputs_that_are_not_real_numbers(outputs, words):
         linearise(lambda y, args: outputs(y), jnp.ones(3))
 
 
+def test_norms_of_columns_keep_to_the_budget():
+    """The Jacobian has 80 MB."""
+    fn = lambda y, _: (y + 0.1 * jnp.sin(y), y[1:] - y[:-1])
+    y = jnp.linspace(0, 1, 2236)
+    squares = jax.jit(
+        lambda y: linearise(fn, y, memory_budget=10**6).jacobian.squared_columns()
+    )
+    memory = squares.lower(y).compile().memory_analysis().temp_size_in_bytes
+    assert memory < 10**7
+    expected = (1 + 0.1 * np.cos(y)) ** 2 + 2
+    expected[[0, -1]] -= 1
+    np.testing.assert_allclose(squares(y), expected)
+
+
 def test_a_function_of_one_argument_is_told_how_it_is_called():
     with pytest.raises(ValueError, match=r"called as `fn\(y, args\)`, but its .* \(y\)"):
         linearise(lambda y: y**2, jnp.ones(3))

@@ -138,6 +138,15 @@ def test_a_step_to_a_point_that_is_not_finite_is_refused(max_steps):
     np.testing.assert_array_equal(batches.model[1], start)
 
 
+def test_points_are_moved_between_the_bounds():
+    group = gnlin.Residuals(lambda p, _: p - jnp.array([3.0, 0.2]))
+    solver = Descent(0.4, bounds=(0.0, 1.0))
+    solution = gnlin.solve(jnp.array([0.5, 0.5]), group, solver, max_steps=60)
+    np.testing.assert_allclose(solution.model, [1.0, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(solution.loss, 2.0)
+    assert solution.result == optx.RESULTS.successful
+
+
 class Remembering(Descent):
     """A solver whose memory begins in double precision and goes on in single."""
 

@@ -117,6 +117,22 @@ def test_colours_do_not_grow_with_the_graph():
     assert num[0] == num[1] <= 14
 
 
+def test_numbers_of_entries_beyond_32_bits():
+    y = {"a": jnp.zeros(2), "b": jnp.linspace(0, 1, 70_000)}
+
+    def fn(y, _):
+        return jnp.tile(y["a"], 10_000), jnp.sin(y["b"][1:28_001])
+
+    sparsity = gnlin.Sparsity(fn, y)
+    group = gnlin.Residuals(fn, sparsity=sparsity)
+    jacobian = gnlin.features.linearise_model(y, group).jacobian.at_hand()
+    squares, b = jacobian.squared_columns(), np.asarray(y["b"])
+    np.testing.assert_allclose(squares["a"], 10_000)
+    expected = np.zeros_like(b)
+    expected[1:28_001] = np.cos(b[1:28_001]) ** 2
+    np.testing.assert_allclose(squares["b"], expected)
+
+
 @pytest.mark.slow
 def test_runs_are_those_of_the_dense_jacobian():
     """Compare through optimistix, and by `solve` with a robust loss among groups."""

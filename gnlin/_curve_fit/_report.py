@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ..losses import AbstractElementwiseLoss
 from ._curve import rounding
 from ._parameters import name_of
 from ._runs_test import is_known
@@ -79,10 +80,10 @@ def _how_well(fit: "CurveFit") -> list[str]:
     chi_squared = float(fit.chi_squared)
     loss = fit._setting.likelihood
     if loss is not None:
-        lines = [
-            f"deviance {float(fit.deviance):.6g}, Pearson's chi-squared "
-            f"{chi_squared:.6g} {dof}{criteria}"
-        ]
+        # With the observed curvature it is not Pearson's.
+        is_observed = type(loss).root is AbstractElementwiseLoss.root
+        pearson = "" if is_observed else f", Pearson's chi-squared {chi_squared:.6g}"
+        lines = [f"deviance {float(fit.deviance):.6g}{pearson} {dof}{criteria}"]
         if fit.residuals is not None and is_known(loss):
             p = fit.runs_test()
             lines.append(f"runs test of the residuals' signs: p = {p:.2g}")

@@ -222,8 +222,11 @@ class AbstractJacobian(lx.AbstractLinearOperator):
 
     def squared_columns(self) -> PyTree[Array]:
         """Return the squared norms of the columns."""
-        squares = [block.squared_columns() for block in self.blocks()]
-        return self.domain.treedef.unflatten(squares)
+
+        def squares(blocks):
+            return [block.squared_columns() for block in blocks]
+
+        return self.domain.treedef.unflatten(self.summed(squares, self.memory_budget))
 
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int

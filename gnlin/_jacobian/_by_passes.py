@@ -68,7 +68,7 @@ class ByPasses(AbstractJacobian):
         return super().gram_with(other)
 
     def summed(self, of_blocks, part_bytes):
-        if self.fits() or is_by_forward(self.jac, self.shape):
+        if self.fits() or self.jac == "fwd":
             return of_blocks(self.blocks())
         m, dtype = self.codomain.size, self.codomain.dtype
         size = self.passes_at_once(dtype.itemsize)

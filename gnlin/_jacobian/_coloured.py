@@ -93,7 +93,8 @@ class Sparsity(eqx.Module):
         shape = Structure.of(outputs).size, Structure.of(y).size
         if pattern is None:
             found = asdex.jacobian_sparsity(lambda y_: fn(y_, args), y)
-            rows, columns = np.asarray(found.rows), np.asarray(found.cols)
+            # Products of their numbers, as below, exceed 32 bits.
+            rows, columns = (np.asarray(x, int) for x in (found.rows, found.cols))
         else:
             rows, columns = _entries(pattern, shape)
         found = asdex.SparsityPattern.from_coo(rows, columns, shape)
@@ -107,7 +108,7 @@ class Sparsity(eqx.Module):
         self.num_residuals = shape[0]
         self.factor_operations = _factor_operations(rows, columns, shape)
         self.shapes = tuple(x.shape for x in jax.tree.leaves(y))
-        colors = np.asarray(coloured.colors)
+        colors = np.asarray(coloured.colors, int)
         self.colors = jnp.asarray(colors)
         if self.by_columns:
             place = colors[columns] * shape[0] + rows

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -89,6 +89,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 return Update(y, evaluate(y), passes=Passes(vjps=1))
         ```
     """
+
+    # Whether `update` returns points between the bounds. Others are clipped.
+    _keeps_bounds: ClassVar[bool] = False
 
     rtol: float = eqx.field(default=1e-9, kw_only=True)
     atol: float = eqx.field(default=1e-12, kw_only=True)
@@ -191,6 +194,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         lin = self.placed(objective, lin)
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
         update = checked(type(self).__name__, update, lin, state)
+        if self.bounds is not None and not self._keeps_bounds:
+            y = self.clipped(update.y)
+            update = dataclasses.replace(update, y=y, outputs=evaluate(y), step_norm=None)
         return self.ended(objective, lin, update, state, same_examples)
 
     def ended(

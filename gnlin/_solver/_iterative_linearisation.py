@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -140,6 +140,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         A. Goldwaser and H. Ge, *Understanding Sparse Feature Updates in Deep Networks
         using Iterative Linearisation*, arXiv:2211.12345.
     """
+
+    _keeps_bounds: ClassVar[bool] = True
 
     period: ScalarLike = eqx.field(converter=_whole)
     learning_rate: ScalarLike | None = eqx.field(default=None, converter=as_scalar)

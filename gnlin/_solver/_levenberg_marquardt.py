@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -141,6 +142,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         M. K. Transtrum and J. P. Sethna, *Improvements to the Levenberg-Marquardt
         algorithm for nonlinear least-squares minimization*, arXiv:1201.5885 (2012).
     """
+
+    _keeps_bounds: ClassVar[bool] = True
 
     rtol: float = 1e-9
     atol: float = 1e-12

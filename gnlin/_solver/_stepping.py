@@ -1,6 +1,7 @@
 """Turn a subproblem's answer into a step; solvers whose steps are spectral filters."""
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -34,6 +35,8 @@ from ._state import Evaluate, State, Update
 class AbstractSearchedGaussNewton(AbstractGaussNewton):
     """A solver with a `form` of the linearised problem and a line `search`. With
     `search="auto"` the next batch also judges each step."""
+
+    _keeps_bounds: ClassVar[bool] = True
 
     form: Form = eqx.field(default="quadratic", kw_only=True)
     search: Search = eqx.field(default="auto", kw_only=True)

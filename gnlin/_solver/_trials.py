@@ -130,11 +130,15 @@ class Trials:
     def _known(self) -> _Known:
         lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
         largest = subproblem.largest_curvature().astype(dtype)
-        # A smaller damping has no effect, and a larger one allows no step.
+        # A smaller damping has no effect, and a larger one allows no step. A loss that is
+        # nearly linear has a gradient and hardly any curvature: there a damping is small
+        # or large beside the one that makes the step as long as the point.
         unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
         size = subproblem.length(lin.point).astype(dtype)
+        slope = subproblem.gradient_norm.astype(dtype) / jnp.where(size > 0, size, 1)
+        slope = jnp.where(jnp.isfinite(slope), slope, 0)
         least = subproblem.least_damping(size).astype(dtype)
-        least = jnp.where(jnp.isfinite(least), least, 0)
+        least = jnp.fmax(jnp.where(jnp.isfinite(least), least, 0), self.eps**2 * slope)
         loss = self.objective.value(lin.outputs).astype(dtype)
         before = loss
         if self.detour is not None:
@@ -147,7 +151,7 @@ class Trials:
         return _Known(
             subproblem.attainable_decrease(least).astype(dtype),
             least,
-            unit / self.eps**2,
+            jnp.maximum(unit, slope) / self.eps**2,
             size,
             rounding_of_loss(before, self.problem, lin.point),
             least_second,
