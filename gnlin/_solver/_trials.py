@@ -130,15 +130,19 @@ class Trials:
     def _known(self) -> _Known:
         lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
         largest = subproblem.largest_curvature().astype(dtype)
-        # A smaller damping has no effect, and a larger one allows no step. A loss that is
-        # nearly linear has a gradient and hardly any curvature: there a damping is small
-        # or large beside the one that makes the step as long as the point.
+        # A smaller damping has no effect, and a larger one allows no step.
         unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
         size = subproblem.length(lin.point).astype(dtype)
-        slope = subproblem.gradient_norm.astype(dtype) / jnp.where(size > 0, size, 1)
-        slope = jnp.where(jnp.isfinite(slope), slope, 0)
         least = subproblem.least_damping(size).astype(dtype)
-        least = jnp.fmax(jnp.where(jnp.isfinite(least), least, 0), self.eps**2 * slope)
+        least = jnp.where(jnp.isfinite(least), least, 0)
+        if not self.objective.is_quadratic:
+            # A loss that is nearly linear has a gradient and hardly any curvature. There
+            # a damping is small or large beside one by which the step is as long as the
+            # point.
+            slope = subproblem.gradient_norm.astype(dtype) / jnp.where(size > 0, size, 1)
+            slope = jnp.where(jnp.isfinite(slope), slope, 0)
+            least = jnp.fmax(least, self.eps**2 * slope)
+            unit = jnp.fmax(unit, slope)
         loss = self.objective.value(lin.outputs).astype(dtype)
         before = loss
         if self.detour is not None:
@@ -151,7 +155,7 @@ class Trials:
         return _Known(
             subproblem.attainable_decrease(least).astype(dtype),
             least,
-            jnp.maximum(unit, slope) / self.eps**2,
+            unit / self.eps**2,
             size,
             rounding_of_loss(before, self.problem, lin.point),
             least_second,
