@@ -308,8 +308,8 @@ def make_network(
     if state is None and _has_state(model):
         raise ValueError(
             "The model has state, such as batch normalisation's: make it by "
-            "`model, state = equinox.nn.make_with_state(Model)(...)` and pass `state`; "
-            "or, to keep its statistics fixed, pass the pair "
+            "`model, state = equinox.nn.make_with_state(Model)(...)` and pass `state` to "
+            "`gnlin.fit` or `gnlin.solve`; or, to keep its statistics fixed, pass the pair "
             "`(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
         )
     if state is not None and not _has_state(model):
