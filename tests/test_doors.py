@@ -282,7 +282,10 @@ MODELS = {
     "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
     "parameters": (PARAMETERS, "must be callable .* but a dictionary of"),
     "two functions": ((of_pair, of_pair), "but a tuple of 2 was given"),
-    "state": (eqx.nn.make_with_state(Normalised)()[0], "has state.*pass `state`; or"),
+    "state": (
+        eqx.nn.make_with_state(Normalised)()[0],
+        "has state.*pass `state` to",
+    ),
     "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\) it"),
     "of another width": (eqx.nn.Linear(2, 1, key=jax.random.key(0)), r"of shape \(1,\)"),
     "to a string": ((lambda p, x: "one", PARAMETERS), "must return an array, .* 'one'"),

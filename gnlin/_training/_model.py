@@ -309,8 +309,8 @@ def make_network(
         raise ValueError(
             "The model has state, such as batch normalisation's: make it by "
             "`model, state = equinox.nn.make_with_state(Model)(...)` and pass `state` to "
-            "`gnlin.fit` or `gnlin.solve`; or, to keep its statistics fixed, pass the pair "
-            "`(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
+            "`gnlin.fit` or `gnlin.solve`; or, to keep its statistics fixed, pass the "
+            "pair `(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
         )
     if state is not None and not _has_state(model):
         raise ValueError("The model has no state: leave `state` out.")
