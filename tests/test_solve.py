@@ -429,6 +429,7 @@ def scaled(p, t):
     return RATE * p - t
 
 
+@pytest.mark.usefixtures("unchecked")  # `curve_fit` hands a traced number to `solve`
 def test_functions_read_the_values_of_now(monkeypatch):
     t, one = jnp.linspace(0, 1, 8), jnp.array(1.0)
     data, pair = (t, jnp.exp(-2 * t)), (decay, one)
