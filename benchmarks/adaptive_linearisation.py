@@ -63,7 +63,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
             answer = subproblem.solve(descent.filter(period))
             linearised = jax.tree.map(jnp.add, lin.outputs, lin.jvp(answer.step))
             solved = answer.result == optx.RESULTS.successful
-            return solved & trusted_at(_moved(lin.point, answer.step), linearised)
+            return solved & trusted_at(lin.moved(answer.step), linearised)
 
         def attempt(search: _Search) -> _Search:
             good = trusted(search.period)
@@ -163,7 +163,3 @@ class _Search(eqx.Module):
     rising: Bool[Array, ""]
     over: Bool[Array, ""]
     num_trials: Array
-
-
-def _moved(y: PyTree[Array], step: PyTree[Array]) -> PyTree[Array]:
-    return jax.tree.map(jnp.add, y, step)

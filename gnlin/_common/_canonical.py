@@ -76,7 +76,7 @@ class _Traced:
         return isinstance(other, _Traced) and self._key == other._key
 
 
-# For each function what it read when it was traced, and what is remembered of it.
+# What each function read when it was traced, and what is remembered of it.
 _of_functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -95,19 +95,19 @@ def memory_of(fn: Callable[..., Any]) -> dict[Hashable, Any]:
 
 def read_by(leaves: Iterable[Any]) -> tuple[Hashable, ...]:
     """Return what the functions among some leaves read from outside."""
-    return tuple(map(_read, leaves))
+    functions = (x for x in leaves if isinstance(x, types.FunctionType))
+    return tuple(map(_read, functions))
 
 
-def _read(fn: Any) -> tuple[Hashable, ...]:
+def _read(fn: types.FunctionType) -> tuple[Hashable, ...]:
     """Return the numbers and arrays that a plain function reads from its closure and its
     module, directly or through the module's functions that it calls, and the code of
-    these. What it reads from other modules, or as attributes of objects, is left out, as
-    by `jax.jit`."""
+    these. What it reads from other modules, or as attributes of objects, is left out."""
     found: dict[Any, Hashable] = {}
     waiting = [fn]
     while waiting:
         fn = waiting.pop()
-        if not isinstance(fn, types.FunctionType) or fn in found:
+        if fn in found:
             continue
         values, here = _variables(fn).values(), fn.__globals__
         found[fn] = fn.__code__, *map(_key_of_data, values)

@@ -51,11 +51,6 @@ class Likelihood(AbstractElementwiseLoss):
     def saturated(self, target: Array) -> Array:
         return self._known(self.loss.saturated(self._known(target)), 0)
 
-    @property
-    def has_observed_root(self) -> bool:
-        """Whether `root` is of the loss's own curvature, and not of an expected one."""
-        return type(self.loss).root is AbstractElementwiseLoss.root
-
     def _of(self, function: Any, output: Array, target: Array) -> Array:
         return self._known(function(*map(self._known, (output, target))), 0)
 
@@ -139,6 +134,11 @@ def check_values(loss: AbstractLoss, y: PyTree, rows: Iterable[Any]) -> None:
         raise ValueError("Complex values need squared error or a robust loss as `loss`.")
     for row in rows:
         loss.check(jax.ShapeDtypeStruct(row.shape, row.dtype), row)
+
+
+def has_observed_root(loss: AbstractElementwiseLoss) -> bool:
+    """Whether `root` is of the loss's own curvature, and not of an expected one."""
+    return type(loss).root is AbstractElementwiseLoss.root
 
 
 def is_of_rates(loss: AbstractLoss | None) -> bool:

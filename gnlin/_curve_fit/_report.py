@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..losses import AbstractElementwiseLoss
 from ._curve import rounding
+from ._likelihood import has_observed_root
 from ._parameters import name_of
 from ._runs_test import is_known
 
@@ -80,9 +80,8 @@ def _how_well(fit: "CurveFit") -> list[str]:
     chi_squared = float(fit.chi_squared)
     loss = fit._setting.likelihood
     if loss is not None:
-        # With the observed curvature it is not Pearson's.
-        is_observed = type(loss).root is AbstractElementwiseLoss.root
-        pearson = "" if is_observed else f", Pearson's chi-squared {chi_squared:.6g}"
+        pearson = f", Pearson's chi-squared {chi_squared:.6g}"
+        pearson = "" if has_observed_root(loss) else pearson
         lines = [f"deviance {float(fit.deviance):.6g}{pearson} {dof}{criteria}"]
         if fit.residuals is not None and is_known(loss):
             p = fit.runs_test()

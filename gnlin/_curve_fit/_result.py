@@ -416,20 +416,13 @@ def as_curve_fit(
     if history is not None and not is_traced((steps, history)):
         columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
         found |= {"history": History(columns)}
-    if is_traced(end.loss):  # Nothing can be said, so a failed fit returns NaN.
+    if is_traced(end.loss):  # No warning can be given, so a failed fit returns NaN.
         failed = jnp.isnan(end.loss)
         nan = lambda p: jnp.where(
             jnp.expand_dims(failed, range(failed.ndim, p.ndim)), jnp.nan, p
         )
-        is_none = lambda x: x is None
-        found |= {
-            "parameters": jax.tree.map(
-                lambda free, p: p if free is None else nan(free),
-                end.parameters,
-                found["parameters"],
-                is_leaf=is_none,
-            )
-        }
+        free = jax.tree.map(nan, end.parameters)
+        found |= {"parameters": eqx.combine(free, found["parameters"])}
     private = {"_curve": curve, "_start": start, "_setting": setting}
     fit = CurveFit(**found, **private, _data=data, _end=end)
     complaint = fit.complaint()

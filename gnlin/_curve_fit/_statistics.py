@@ -13,7 +13,7 @@ from .._common._tree import ravel_pytree
 from .._linear_algebra._covariance import Covariance, covariance
 from ..losses import SquaredError
 from ..losses._robust import AbstractRobust
-from ._likelihood import Likelihood
+from ._likelihood import has_observed_root, Likelihood
 from ._not_finite import NonFinite
 from ._problem import FitSettings, flat_box, Posed
 from ._undetermined import Totals
@@ -189,7 +189,7 @@ class Misfit(NamedTuple):
             derivative = lambda outputs: loss.derivative(outputs, target)
             return counted * jax.jvp(derivative, (outputs,), (jnp.ones_like(outputs),))[1]
 
-        if isinstance(loss, Likelihood) and loss.has_observed_root:
+        if isinstance(loss, Likelihood) and has_observed_root(loss.loss):
             concave = jnp.maximum(-second(), 0)
         if isinstance(loss, AbstractRobust):
             slopes = second()

@@ -136,8 +136,8 @@ class Trials:
         least = subproblem.least_damping(size).astype(dtype)
         least = jnp.where(jnp.isfinite(least), least, 0)
         if not self.objective.is_quadratic:
-            # A loss that is nearly linear has a gradient and hardly any curvature. There
-            # a damping is small or large beside one by which the step is as long as the
+            # Where a loss is nearly linear it has a gradient, but hardly any curvature.
+            # Dampings are then compared with the one that makes the step as long as the
             # point.
             slope = subproblem.gradient_norm.astype(dtype) / jnp.where(size > 0, size, 1)
             slope = jnp.where(jnp.isfinite(slope), slope, 0)

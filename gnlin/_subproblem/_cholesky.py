@@ -153,7 +153,6 @@ class OnOutputs(AbstractByCholesky):
     def solve(self, filter: Filter) -> Answer:
         damping = self.damping_of(filter)
         factor = self.factor_for(filter)
-
         return through_outputs(factor.solve, self.problem, self.pushed, damping)
 
 

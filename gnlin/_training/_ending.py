@@ -24,8 +24,8 @@ _WORSE, _FAR_OFF = 2.0, 100.0
 # Across batches it has also risen if the mean of the last losses exceeds the first loss,
 # and more than this part of all pairs of an early and a late loss rise.
 _RISEN = 0.9
-# It has been lost if its median over a tenth of the run was below the first part of the
-# last one, which is more than the second part of the first loss.
+# A run has lost what it had reached if the median loss of some tenth is less than this
+# part of the last tenth's, which is still more than the second part of the first loss.
 _LOST, _SOLVED = 0.1, 0.01
 # A model explains little if its loss is more than this part of the best constant's.
 _UNEXPLAINED = 0.95
