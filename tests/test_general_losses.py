@@ -64,7 +64,7 @@ OUTLIERS[0], OUTLIERS[3, 1] = 100, -50
 
 SOFTMAX = Problem(gnlin.SoftmaxCrossEntropy(), LABELS)
 SATURATED = Problem(gnlin.SoftmaxCrossEntropy(), LABELS, 80.0)
-HUBER = Problem(gnlin.losses.Huber(), OUTLIERS)
+HUBER = Problem(gnlin.losses.Huber(reweighted=0), OUTLIERS)
 POISSON = Problem(gnlin.losses.PoissonNLL(), _generator.poisson(2, (7, 4)).astype(float))
 LOG_COSH = Problem(gnlin.losses.LogCosh(0.5), REAL)
 SMOOTHED = Problem(gnlin.SoftmaxCrossEntropy(0.1), LABELS)

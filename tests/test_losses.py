@@ -132,7 +132,7 @@ CASES = {
         optax=optax.sigmoid_binary_cross_entropy,
     ),
     "huber": Case(
-        gnlin.losses.Huber(DELTA),
+        gnlin.losses.Huber(DELTA, reweighted=0),
         lambda f, t: np.sum(scipy.special.huber(DELTA, f - t)),
         lambda f, t: jnp.sum(
             jnp.where(
@@ -145,20 +145,20 @@ CASES = {
         optax=lambda f, t: optax.huber_loss(f, t, delta=DELTA),
     ),
     "pseudo-huber": Case(
-        gnlin.losses.PseudoHuber(DELTA),
+        gnlin.losses.PseudoHuber(DELTA, reweighted=0),
         lambda f, t: np.sum(scipy.special.pseudo_huber(DELTA, f - t)),
         lambda f, t: DELTA**2 * jnp.sum(jnp.sqrt(1 + ((f - t) / DELTA) ** 2) - 1),
         normal,
     ),
     "log-cosh": Case(
-        gnlin.losses.LogCosh(DELTA),
+        gnlin.losses.LogCosh(DELTA, reweighted=0),
         lambda f, t: DELTA**2 * np.sum(np.log(np.cosh((f - t) / DELTA))),
         lambda f, t: DELTA**2 * jnp.sum(jnp.log(jnp.cosh((f - t) / DELTA))),
         normal,
         optax=lambda f, t: DELTA**2 * optax.log_cosh(f / DELTA, t / DELTA),
     ),
     "isotropic": Case(
-        gnlin.losses.Isotropic(gnlin.losses.PseudoHuber(DELTA)),
+        gnlin.losses.Isotropic(gnlin.losses.PseudoHuber(DELTA, reweighted=0)),
         lambda f, t: np.sum(
             scipy.special.pseudo_huber(DELTA, np.linalg.norm(f - t, axis=-1))
         ),
@@ -312,7 +312,7 @@ def test_steps_with_reweighted_curvature_are_those_of_reweighted_least_squares(a
     matrix = generator.normal(size=(12, 2, 3))
     values = 3 * generator.normal(size=(12, 2)) ** 3
     start = generator.normal(size=3)
-    loss = gnlin.losses.Huber(DELTA, reweighted=True)
+    loss = gnlin.losses.Huber(DELTA, reweighted=1)
     if axis is not None:
         loss = gnlin.losses.Isotropic(loss, axis)
     found = gnlin.solve(
@@ -330,7 +330,7 @@ def test_steps_with_reweighted_curvature_are_those_of_reweighted_least_squares(a
 
 def test_the_curvature_of_a_vectors_length_at_any_length():
     """A vector of length 0 has no direction, and no component may overflow."""
-    loss = gnlin.losses.Isotropic(gnlin.losses.Huber(DELTA, reweighted=True))
+    loss = gnlin.losses.Isotropic(gnlin.losses.Huber(DELTA, reweighted=1))
     outputs = np.array([[0.0, 0.0], [1e-200, 0.0], [3e200, 4e200]])
     target = jnp.zeros(outputs.shape)
 
@@ -620,17 +620,17 @@ def test_loss_of_a_nearly_certain_class_keeps_all_digits():
 ELEMENTWISE = {
     "sigmoid": (gnlin.SigmoidCrossEntropy(), exact_sigmoid, (0.0, 1.0, 0.25)),
     "huber": (
-        gnlin.losses.Huber(0.75),
+        gnlin.losses.Huber(0.75, reweighted=0),
         lambda f, t: exact_huber(f, t, D("0.75")),
         (0.0, 30.0, -79.5),
     ),
     "pseudo-huber": (
-        gnlin.losses.PseudoHuber(0.75),
+        gnlin.losses.PseudoHuber(0.75, reweighted=0),
         lambda f, t: exact_pseudo_huber(f, t, D("0.75")),
         (0.0, 30.0, -79.5),
     ),
     "log-cosh": (
-        gnlin.losses.LogCosh(0.5),  # dividing by 0.5 does not round
+        gnlin.losses.LogCosh(0.5, reweighted=0),  # dividing by 0.5 does not round
         lambda f, t: exact_log_cosh(f, t, D("0.5")),
         (0.0, 30.0, -79.5),
     ),
@@ -1134,7 +1134,11 @@ WRONG_LOSSES = {
         for build in (gnlin.losses.Huber, gnlin.losses.PseudoHuber, gnlin.losses.LogCosh)
         for v in (0, 0.0, -1.0, math.nan, math.inf, "1", None)
     ],
-    "reweighted": [lambda: gnlin.losses.Huber(reweighted="yes")],
+    "reweighted": [
+        lambda: gnlin.losses.Huber(reweighted="yes"),
+        lambda: gnlin.losses.Cauchy(reweighted=True),
+        lambda: gnlin.losses.PseudoHuber(reweighted=1.1),
+    ],
     "axis": [lambda: gnlin.losses.Isotropic(gnlin.losses.Huber(), 0.5)],
     "loss": [
         lambda: gnlin.losses.Isotropic(0.1),
@@ -1202,7 +1206,7 @@ def test_redescending_losses(name):
     """Compare with formulas, and derivatives with differences; negative curvature becomes
     zero."""
     kind, formula = FORGETTING[name]
-    loss = kind(0.75)
+    loss = kind(0.75, reweighted=0)
     residual = np.array([-40.0, -1.5, -0.7, -0.3, 0.0, 1e-4, 0.2, 0.5, 0.8, 3.0, 1e6])
     value = lambda r: 0.75**2 * formula(np.asarray(r) / 0.75)
     outputs, targets = jnp.asarray(residual + 2), jnp.full(residual.shape, 2.0)
@@ -1218,6 +1222,26 @@ def test_redescending_losses(name):
     root = loss.root(outputs, targets)
     np.testing.assert_allclose(root**2, curvature, atol=1e-4)
     assert slope[-1] < 1e-5 * residual[-1]
+
+
+@pytest.mark.parametrize("name", [*FORGETTING, "huber", "pseudo-huber", "log-cosh"])
+def test_the_curvature_of_steps_is_at_least_a_part_of_the_weight(name):
+    kinds = {name: kind for name, (kind, _) in FORGETTING.items()}
+    kinds |= {
+        "huber": gnlin.losses.Huber,
+        "pseudo-huber": gnlin.losses.PseudoHuber,
+        "log-cosh": gnlin.losses.LogCosh,
+    }
+    residual = jnp.array([-1e4, -3.0, -0.7, -1e-3, 0.2, 0.8, 2.0, 60.0])
+    here = residual, jnp.zeros(8)
+    own = kinds[name](0.75, reweighted=0).root(*here) ** 2
+    weight = kinds[name](0.75).derivative(*here) / residual
+    for part in (0.05, 0.3, 1):
+        root = kinds[name](0.75, reweighted=part).root(*here)
+        np.testing.assert_allclose(root**2, np.maximum(own, part * weight), rtol=1e-12)
+    np.testing.assert_array_equal(
+        kinds[name](0.75).root(*here), kinds[name](0.75, reweighted=0.05).root(*here)
+    )
 
 
 def test_an_outlier_whose_square_overflows():

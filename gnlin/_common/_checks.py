@@ -90,6 +90,7 @@ check_less_than_one = _checks_that(
     "be at least 0 and less than 1", lambda x: (x >= 0) & (x < 1)
 )
 check_up_to_one = _checks_that("be above 0 and at most 1", lambda x: (x > 0) & (x <= 1))
+check_share = _checks_that("be between 0 and 1", lambda x: (x >= 0) & (x <= 1))
 check_exponent = _checks_that("be above 1 and at most 2", lambda x: (x > 1) & (x <= 2))
 check_period = _checks_that(
     "be a whole number of at least 1, or `math.inf`",
