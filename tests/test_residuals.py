@@ -521,6 +521,23 @@ def test_points_have_at_least_the_precision_of_the_parameters():
     assert loss(coarse) == loss(coarse.astype(float))
 
 
+@pytest.mark.parametrize("rate", [jnp.float32, jnp.float64])
+def test_parameters_in_single_precision_at_points_in_double(rate):
+    decay = lambda m, x: jax.grad(m["u"])(x) + m["rate"] * m["u"](x)
+    groups = {
+        "decay": gnlin.Residuals(decay, jnp.linspace(0.0, 1.0, 9)),
+        "start": gnlin.Residuals(lambda m, x: m["u"](x) - 1, jnp.zeros(1)),
+    }
+    cast = lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x
+    single = {"u": jax.tree.map(cast, LINE), "rate": jnp.ones((), rate)}
+    with jax.numpy_dtype_promotion("standard"):  # which is JAX's default
+        solution = gnlin.solve(single, groups, max_steps=3)
+        double = gnlin.solve({"u": LINE, "rate": jnp.ones(())}, groups, max_steps=3)
+    np.testing.assert_allclose(solution.loss, double.loss, rtol=0.02)
+    assert solution.model["u"].layers[0].weight.dtype == jnp.float32
+    assert solution.model["rate"].dtype == rate
+
+
 def test_ctrl_c_is_noticed_between_steps_without_data(monkeypatch):
     """All steps of a small run are one call of its program, but a function without data
     may be slow."""
