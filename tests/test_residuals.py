@@ -521,6 +521,20 @@ def test_points_have_at_least_the_precision_of_the_parameters():
     assert loss(coarse) == loss(coarse.astype(float))
 
 
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+def test_drawn_points_have_at_least_the_precision_of_the_parameters(kind):
+    slope = lambda u, d: jax.grad(u)(d["x"]) - jnp.cos(3 * d["x"])
+    points = jnp.linspace(0.0, 1.0, 9, dtype=jnp.float32)
+
+    def loss(points):
+        draw = lambda key: {"x": kind(points), "drawn": jax.random.uniform(key, 9)}
+        groups = gnlin.Residuals(slope, draw)
+        solver = gnlin.DampedGaussNewton(0.1)
+        return gnlin.fit(LINE, groups, solver, steps=3, progress=False).history.loss
+
+    np.testing.assert_array_equal(loss(points), loss(points.astype(float)))
+
+
 @pytest.mark.parametrize("rate", [jnp.float32, jnp.float64])
 def test_parameters_in_single_precision_at_points_in_double(rate):
     decay = lambda m, x: jax.grad(m["u"])(x) + m["rate"] * m["u"](x)

@@ -299,11 +299,6 @@ def of_groups(
     inputs, of_network = {}, {}
     dtype = _tree.dtype(parameters)
 
-    def wide(x: Any) -> Any:
-        # Derivatives by a point have its precision, so give it that of the parameters.
-        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if is_float and x.dtype.itemsize < dtype.itemsize else x
-
     for name, group in groups.items():
         if jnp.size(group.weight) != 1:
             raise ValueError(
@@ -313,10 +308,10 @@ def of_groups(
         if group.select is not None:
             check_selection(name, group.select, group.data, parameters)
         is_drawn = callable(group.data)
-        inputs[name] = None if is_drawn else jax.tree.map(wide, group.data)
+        inputs[name] = None if is_drawn else _wide(dtype, group.data)
         of_network[name] = Group(
             group.fn,
-            sampler=group.data if is_drawn else None,
+            sampler=eqx.Partial(_wide_draw, dtype, group.data) if is_drawn else None,
             select=group.select,
             sparsity=group.sparsity,
             at_once=group.data is None,
@@ -339,6 +334,20 @@ def of_groups(
         for name, group in groups.items()
     }
     return parameters, network, (inputs, targets, None), losses
+
+
+def _wide(dtype: Any, data: PyTree) -> PyTree:
+    """Give points at least the parameters' precision, which derivatives by them have."""
+
+    def each(x: Any) -> Any:
+        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float and x.dtype.itemsize < dtype.itemsize else x
+
+    return jax.tree.map(each, data)
+
+
+def _wide_draw(dtype: Any, sampler: Callable[[Array], PyTree], key: Array) -> PyTree:
+    return _wide(dtype, jax.tree.map(jnp.asarray, sampler(key)))
 
 
 def _batch_sizes(
