@@ -310,6 +310,17 @@ def test_points_drawn_for_each_step():
     np.testing.assert_array_equal(result.history.loss, again.history.loss)
 
 
+@pytest.mark.parametrize(
+    "points",
+    [lambda key: np.random.default_rng().uniform(size=(6, 2)), lambda key: EDGES],
+)
+def test_points_that_are_the_same_in_each_step(points):
+    groups = {"inside": gnlin.Residuals(boundary, points)}
+    with pytest.warns(UserWarning, match="group 'inside' does not use its key") as caught:
+        gnlin.fit(NET, groups, gnlin.DampedGaussNewton(1.0), steps=1, progress=False)
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.slow
 def test_fit_on_all_examples_matches_solve():
     means = {
