@@ -508,6 +508,16 @@ def test_whole_numbers_are_not_trained(whole, words):
         gnlin.solve({"u": LINE, **whole}, SLOPE)
 
 
+def test_some_parts_of_a_model_are_trained():
+    model, solver = {"u": LINE, "k": jnp.ones(())}, gnlin.DampedGaussNewton(1.0)
+    with pytest.raises(ValueError, match=r"`equinox\.is_inexact_array`, not `True`"):
+        gnlin.solve(model, SLOPE, solver, filter_spec={"u": True, "k": False})
+    spec = {"u": eqx.is_inexact_array, "k": False}
+    solved = gnlin.solve(model, SLOPE, solver, max_steps=1, filter_spec=spec).model
+    assert solved["k"] == 1
+    assert np.any(solved["u"].layers[0].weight != LINE.layers[0].weight)
+
+
 def test_a_group_that_does_not_depend_on_the_parameters():
     bent = lambda u, x: jax.grad(jax.grad(u))(x) + 1.0
     ends = gnlin.Residuals(lambda u, x: u(x), jnp.array([0.0, 1.0]))
