@@ -310,6 +310,17 @@ def test_points_drawn_for_each_step():
     np.testing.assert_array_equal(result.history.loss, again.history.loss)
 
 
+@pytest.mark.parametrize(
+    "points",
+    [lambda key: np.random.default_rng().uniform(size=(6, 2)), lambda key: EDGES],
+)
+def test_points_that_are_the_same_in_each_step(points):
+    groups = {"inside": gnlin.Residuals(boundary, points)}
+    with pytest.warns(UserWarning, match="group 'inside' does not use its key") as caught:
+        gnlin.fit(NET, groups, gnlin.DampedGaussNewton(1.0), steps=1, progress=False)
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.slow
 def test_fit_on_all_examples_matches_solve():
     means = {
@@ -497,6 +508,16 @@ def test_whole_numbers_are_not_trained(whole, words):
         gnlin.solve({"u": LINE, **whole}, SLOPE)
 
 
+def test_some_parts_of_a_model_are_trained():
+    model, solver = {"u": LINE, "k": jnp.ones(())}, gnlin.DampedGaussNewton(1.0)
+    with pytest.raises(ValueError, match=r"`equinox\.is_inexact_array`, not `True`"):
+        gnlin.solve(model, SLOPE, solver, filter_spec={"u": True, "k": False})
+    spec = {"u": eqx.is_inexact_array, "k": False}
+    solved = gnlin.solve(model, SLOPE, solver, max_steps=1, filter_spec=spec).model
+    assert solved["k"] == 1
+    assert np.any(solved["u"].layers[0].weight != LINE.layers[0].weight)
+
+
 def test_a_group_that_does_not_depend_on_the_parameters():
     bent = lambda u, x: jax.grad(jax.grad(u))(x) + 1.0
     ends = gnlin.Residuals(lambda u, x: u(x), jnp.array([0.0, 1.0]))
@@ -519,6 +540,37 @@ def test_points_have_at_least_the_precision_of_the_parameters():
 
     coarse = points.astype(jnp.float32)
     assert loss(coarse) == loss(coarse.astype(float))
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+def test_drawn_points_have_at_least_the_precision_of_the_parameters(kind):
+    slope = lambda u, d: jax.grad(u)(d["x"]) - jnp.cos(3 * d["x"])
+    points = jnp.linspace(0.0, 1.0, 9, dtype=jnp.float32)
+
+    def loss(points):
+        draw = lambda key: {"x": kind(points), "drawn": jax.random.uniform(key, 9)}
+        groups = gnlin.Residuals(slope, draw)
+        solver = gnlin.DampedGaussNewton(0.1)
+        return gnlin.fit(LINE, groups, solver, steps=3, progress=False).history.loss
+
+    np.testing.assert_array_equal(loss(points), loss(points.astype(float)))
+
+
+@pytest.mark.parametrize("rate", [jnp.float32, jnp.float64])
+def test_parameters_in_single_precision_at_points_in_double(rate):
+    decay = lambda m, x: jax.grad(m["u"])(x) + m["rate"] * m["u"](x)
+    groups = {
+        "decay": gnlin.Residuals(decay, jnp.linspace(0.0, 1.0, 9)),
+        "start": gnlin.Residuals(lambda m, x: m["u"](x) - 1, jnp.zeros(1)),
+    }
+    cast = lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x
+    single = {"u": jax.tree.map(cast, LINE), "rate": jnp.ones((), rate)}
+    with jax.numpy_dtype_promotion("standard"):  # which is JAX's default
+        solution = gnlin.solve(single, groups, max_steps=3)
+        double = gnlin.solve({"u": LINE, "rate": jnp.ones(())}, groups, max_steps=3)
+    np.testing.assert_allclose(solution.loss, double.loss, rtol=0.02)
+    assert solution.model["u"].layers[0].weight.dtype == jnp.float32
+    assert solution.model["rate"].dtype == rate
 
 
 def test_ctrl_c_is_noticed_between_steps_without_data(monkeypatch):

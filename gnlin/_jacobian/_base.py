@@ -226,7 +226,8 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         def squares(blocks):
             return [block.squared_columns() for block in blocks]
 
-        return self.domain.treedef.unflatten(self.summed(squares, self.memory_budget))
+        squared = self.summed(squares, self.memory_budget)
+        return _tree.cast_like(self.domain.treedef.unflatten(squared), self.domain.tree)
 
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int

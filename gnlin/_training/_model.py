@@ -109,8 +109,8 @@ def partition(
         )
     if len(leaves) < len(jax.tree.leaves(parameters)):
         raise ValueError(
-            "`filter_spec` selects leaves of the model that are not arrays; only "
-            "floating-point arrays can be trained."
+            "`filter_spec` selects leaves of the model that are not arrays, which cannot "
+            "be trained: for a whole part write `equinox.is_inexact_array`, not `True`."
         )
     if filter_spec is eqx.is_inexact_array:
         _warn_of_whole_numbers(trained)

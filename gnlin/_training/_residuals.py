@@ -1,6 +1,7 @@
 """Groups of residuals, each with its own function, examples and loss."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,9 +54,10 @@ class Residuals(AbstractRecognised):
         frame is a dictionary of its columns. They get at least the parameters'
         precision, which derivatives by them have. In
         [`gnlin.fit`][], it may be a function `points(key)` that draws such arrays for
-        each step. Without data, `fn` returns all residuals at once: it is called as
-        `fn(y, args)` with optimistix's `args`, or with `args=None` elsewhere, where it is
-        a function of the model alone, such as a penalty.
+        each step, by `jax.random`: it is compiled, so NumPy's generators would return
+        the same points in each step. Without data, `fn` returns all residuals at once:
+        it is called as `fn(y, args)` with optimistix's `args`, or with `args=None`
+        elsewhere, where it is a function of the model alone, such as a penalty.
     - `weight`: the weight of the group, finite and not negative; for example, a volume
         divided by the number of points.
     - `loss`: the loss of the residuals, [`gnlin.SquaredError`][] by default. It may be
@@ -299,11 +301,6 @@ def of_groups(
     inputs, of_network = {}, {}
     dtype = _tree.dtype(parameters)
 
-    def wide(x: Any) -> Any:
-        # Derivatives by a point have its precision, so give it that of the parameters.
-        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if is_float and x.dtype.itemsize < dtype.itemsize else x
-
     for name, group in groups.items():
         if jnp.size(group.weight) != 1:
             raise ValueError(
@@ -313,10 +310,17 @@ def of_groups(
         if group.select is not None:
             check_selection(name, group.select, group.data, parameters)
         is_drawn = callable(group.data)
-        inputs[name] = None if is_drawn else jax.tree.map(wide, group.data)
+        if is_drawn and not _uses_key(group.data):
+            warnings.warn(
+                f"The `data` function of the group {name!r} does not use its key, so all "
+                "steps have the same points: draw them from the key by `jax.random`, or "
+                "pass an array.",
+                stacklevel=3,
+            )
+        inputs[name] = None if is_drawn else _wide(dtype, group.data)
         of_network[name] = Group(
             group.fn,
-            sampler=group.data if is_drawn else None,
+            sampler=eqx.Partial(_wide_draw, dtype, group.data) if is_drawn else None,
             select=group.select,
             sparsity=group.sparsity,
             at_once=group.data is None,
@@ -339,6 +343,29 @@ def of_groups(
         for name, group in groups.items()
     }
     return parameters, network, (inputs, targets, None), losses
+
+
+def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:
+    """Whether what a sampler draws may differ between keys. One that calls NumPy's
+    generators does so only while it is compiled."""
+    closed = jax.make_jaxpr(sampler)(jax.random.key(0))
+    (key,) = closed.jaxpr.invars
+    read = [closed.jaxpr.outvars, *(each.invars for each in closed.jaxpr.eqns)]
+    return any(v is key for some in read for v in some) or bool(closed.effects)
+
+
+def _wide(dtype: Any, data: PyTree) -> PyTree:
+    """Give points at least the parameters' precision, which derivatives by them have."""
+
+    def each(x: Any) -> Any:
+        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float and x.dtype.itemsize < dtype.itemsize else x
+
+    return jax.tree.map(each, data)
+
+
+def _wide_draw(dtype: Any, sampler: Callable[[Array], PyTree], key: Array) -> PyTree:
+    return _wide(dtype, jax.tree.map(jnp.asarray, sampler(key)))
 
 
 def _batch_sizes(
