@@ -79,12 +79,16 @@ def spread(targets: Array) -> float | Scalar:
     return jnp.sum((targets - targets.mean(axis=0, keepdims=True)) ** 2) / len(targets)
 
 
-def score(outputs: Array, targets: Array, spread: ScalarLike) -> Scalar:
-    """Return the score, for the spread of the training targets."""
+def score(
+    outputs: Array, targets: Array, spread: ScalarLike, least: float = 0.0
+) -> Scalar:
+    """Return the score, for the spread of the training targets. Values that are worse
+    than the mean have the score `least`; where the best of several outputs is chosen, it
+    is minus infinity, so that these differ."""
     if are_classes(targets):
         return gnlin.losses.accuracy(outputs, targets)
     unexplained = jnp.sum((outputs - targets) ** 2) / len(targets) / spread
-    return jnp.maximum(1 - unexplained, 0)
+    return jnp.maximum(1 - unexplained, least)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ by then.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -201,7 +202,7 @@ def _one_after_the_other(
                 "train_loss": train_loss,
                 "train_loss_linearised": found.loss,
                 "train_accuracy": accuracy(draw.train),
-                "validation_accuracy": accuracy(draw.validation),
+                "validation_accuracy": accuracy(draw.validation, least=-math.inf),
                 "test_accuracy": accuracy(draw.test),
                 "train_accuracy_linearised": linearised(draw.train),
                 "test_accuracy_linearised": linearised(draw.test),

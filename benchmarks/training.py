@@ -398,7 +398,7 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
     outputs = jax.eval_shape(fn, parameters, inputs)
     objective = gnlin.authoring.BatchLoss(loss_of(labels), outputs, labels)
     number, of_training = scores.number_of(labels), spread(labels)
-    score_of = lambda outputs, targets: score(outputs, targets, of_training)
+    score_of = functools.partial(score, spread=of_training)
     evaluate = lambda y: fn(y, inputs)
 
     def is_trained(y):
@@ -442,7 +442,9 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
             "train_loss": objective.value(fitted) / number,
             "train_loss_linearised": objective.value(of_linearised(inputs)) / number,
             "train_accuracy": score_of(fitted, labels),
-            "validation_accuracy": score_of(fn(y, held_out), held_out_labels),
+            "validation_accuracy": score_of(
+                fn(y, held_out), held_out_labels, least=-math.inf
+            ),
             "test_accuracy": score_of(tested, test_labels),
             "train_accuracy_linearised": score_of(of_linearised(inputs), labels),
             "test_accuracy_linearised": score_of(of_linearised(test_inputs), test_labels),
@@ -640,7 +642,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
     for callback in told:
         ours |= {name: history[name] for name in callback.columns}
     columns = {name: padded(x[looked], num_looks) for name, x in ours.items()}
-    columns["validation_accuracy"] = np.nan_to_num(columns.pop("held_out_accuracy"))
+    columns["validation_accuracy"] = columns.pop("held_out_accuracy")
     guessed = guessing_loss(loss_of(train[1]), train[1]) / scores.number_of(train[1])
     columns["guessing_loss"] = np.full(num_looks, guessed)
     columns["passes"] = np.array(result.stats["num_jvps"] + result.stats["num_vjps"])
@@ -664,7 +666,8 @@ class HeldOut(gnlin.callbacks.Callback):
         self.data, self.spread = data, of_training.spread
 
     def on_validation(self, run: Any) -> None:
-        found = accuracy_of(run.model, run.model_state, self.data, self.spread)
+        of = run.model, run.model_state, self.data, self.spread
+        found = accuracy_of(*of, least=-math.inf)
         run.record({"held_out_accuracy": float(found)})
 
 
@@ -683,9 +686,11 @@ def outputs_of(model: PyTree, state: PyTree, inputs: Array) -> Array:
 
 
 @eqx.filter_jit
-def accuracy_of(model, state, data: Labelled, spread: ScalarLike) -> Array:
+def accuracy_of(
+    model, state, data: Labelled, spread: ScalarLike, least: float = 0.0
+) -> Array:
     images, labels = in_precision_of(model, data)
-    return score(outputs_of(model, state, images), labels, spread)
+    return score(outputs_of(model, state, images), labels, spread, least)
 
 
 @eqx.filter_jit
@@ -799,7 +804,8 @@ def padded(x: ndarray, length: int) -> ndarray:
 def early_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
     """Return the test accuracies at the look with the best validation accuracy, or at the
     first such look."""
-    best = np.argmax(runs["validation_accuracy"], axis=1)
+    validation = np.nan_to_num(runs["validation_accuracy"], nan=-np.inf)
+    best = np.argmax(validation, axis=1)
     return runs["test_accuracy"][np.arange(len(best)), best]
 
 

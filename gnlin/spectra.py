@@ -103,7 +103,8 @@ class Eigenpairs(eqx.Module):
             project = Partial(_project_parameters, jacobian, self._vectors, s)
             unravel = Partial(jacobian.domain.unravel)
             lift = Partial(lift_singular, unravel, s, self._vectors)
-        return Spectrum(self.eigenvalues, ravel_pytree(residual)[0], project, lift)
+        flat = jacobian.codomain.ravel(residual)
+        return Spectrum(self.eigenvalues, flat, project, lift)
 
     def _inverse_roots(self) -> Float[Array, " k"]:
         w = self.eigenvalues

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import gnlin
-from benchmarks import own_task, scores, training
+from benchmarks import own_task, scores, solved, training
 from benchmarks.__main__ import EXPERIMENTS, main
 from benchmarks._options import Options, Refusal
-from benchmarks.experiment import Place
+from benchmarks.experiment import Place, Runs
 from benchmarks.experiments import (
     batch,
     data_scaling,
@@ -431,6 +431,31 @@ def test_mini_batches_train_values_and_state(kind, task):
     assert mean["passes"][0] >= 2 * 60
     for name in ("train_loss", "validation_accuracy", "test_accuracy"):
         np.testing.assert_allclose(total[name], mean[name], rtol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["mini-batches", "full batch", "solved"])
+def test_early_stopping_tells_bad_validation_scores_apart(way, task):
+    """The validation targets are so far off that all scores are below zero."""
+    text = VALUES.replace("(x[30:40], y[30:40])", "(x[30:40], 9 + y[30:40])")
+    assert text != VALUES
+    written(task, text)
+    settings = dataclasses.replace(
+        settings_of(batch, task),
+        **{"seeds": 1, "batch_size": 10, "num_steps": 60, "num_looks": 4},
+    )
+    if way == "mini-batches":
+        columns = training.mini_batches(settings, Place(), training.descent(1, 0.1))
+    elif way == "full batch":
+        solver = gnlin.IterativeLinearisation(1, 1e-3)
+        columns = training.full_batch(settings, Place(), solver, 60)
+    else:
+        columns = solved.train_solving(settings, Place(), 2, most_steps=20)
+    (validation,), (test,) = columns["validation_accuracy"], columns["test_accuracy"]
+    assert np.all(validation < 0)
+    assert len(set(validation)) > 1
+    assert np.all(test >= 0)
+    stopped = training.early_stopped(Runs({}, columns))
+    assert stopped[0] == test[np.argmax(validation)]
 
 
 @pytest.mark.slow

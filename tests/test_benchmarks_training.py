@@ -152,12 +152,14 @@ def digits_pixels():
 
 def test_early_stopping_looks_at_the_validation_images_alone():
     columns = {
-        "validation_accuracy": np.array([[0.1, 0.9, 0.5], [0.7, 0.7, 0.2]]),
-        "test_accuracy": np.array([[0.95, 0.6, 0.7], [0.3, 0.5, 0.4]]),
+        "validation_accuracy": np.array(
+            [[0.1, 0.9, 0.5], [0.7, 0.7, 0.2], [np.nan, -3.0, -2.0]]
+        ),
+        "test_accuracy": np.array([[0.95, 0.6, 0.7], [0.3, 0.5, 0.4], [0.1, 0.2, 0.3]]),
     }
     runs = Runs({}, columns)
-    np.testing.assert_array_equal(training.early_stopped(runs), [0.6, 0.3])
-    np.testing.assert_array_equal(training.optimally_stopped(runs), [0.95, 0.5])
+    np.testing.assert_array_equal(training.early_stopped(runs), [0.6, 0.3, 0.3])
+    np.testing.assert_array_equal(training.optimally_stopped(runs), [0.95, 0.5, 0.3])
 
 
 def test_a_summed_loss_is_the_mean_times_the_number_of_images():

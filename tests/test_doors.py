@@ -1,6 +1,7 @@
 """Invalid arguments are refused in one sentence, or end a traced run as not finite."""
 
 import math
+import types
 
 import equinox as eqx
 import jax
@@ -281,10 +282,14 @@ MODELS = {
     "a model in vmap": (jax.vmap(LINE), "pass the model itself, which is called on one"),
     "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
     "parameters": (PARAMETERS, "must be callable .* but a dictionary of"),
+    "a solution": (
+        types.SimpleNamespace(model=LINE),
+        "must be callable .* was given: pass its `.model`",
+    ),
     "two functions": ((of_pair, of_pair), "but a tuple of 2 was given"),
     "state": (
         eqx.nn.make_with_state(Normalised)()[0],
-        "has state.*pass `state` to",
+        "has state.*pass `state` to .*`gnlin.solve` or `gnlin.TangentKernel`",
     ),
     "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\) it"),
     "of another width": (eqx.nn.Linear(2, 1, key=jax.random.key(0)), r"of shape \(1,\)"),

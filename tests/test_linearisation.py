@@ -696,3 +696,22 @@ def test_passes_of_a_scaled_kernel_beyond_the_memory_budget():
     y = {k: jnp.ones(100) for k in "ab"}
     lin = linearise(lambda y, _: jnp.sin(y["a"][:9] * y["b"][:9]), y, memory_budget=9000)
     assert scaled(lin).cost().gram == gnlin.authoring.Passes(9, 9)
+
+
+def test_arrays_like_the_outputs_have_their_shapes():
+    """Transposed targets have as many numbers, in another order."""
+    inputs = jnp.arange(5.0)
+    lin = linearise(lambda y, x: jnp.outer(x, y) ** 2, jnp.arange(1.0, 3.0), inputs)
+    targets = jnp.arange(10.0).reshape(5, 2)
+    spectrum, pairs = lin.spectrum(), gnlin.spectra.leading(lin, 2)
+    flat = spectrum.shares(targets.ravel())
+    np.testing.assert_array_equal(spectrum.shares(targets), flat)
+    np.testing.assert_array_equal(
+        spectrum.project(targets), spectrum.project(targets.ravel())
+    )
+    of_spectrum = spectrum.shares, spectrum.project, spectrum.with_residual
+    for take in (*of_spectrum, pairs.spectrum, lin.with_outputs):
+        take(targets)
+        for wrong in (targets.T, targets[:, 0], [targets, targets]):
+            with pytest.raises(ValueError, match=r"outputs' shapes, \(5, 2\), but have"):
+                take(wrong)

@@ -185,6 +185,20 @@ def test_the_posterior_of_a_regression_trained_with_its_prior():
     assert same.log_evidence() == pytest.approx(float(posterior.log_evidence()), rel=1e-9)
 
 
+@pytest.mark.parametrize("train", [gnlin.solve, gnlin.fit])
+def test_a_prior_about_fitted_parameters_warns(train):
+    """For another loss the prior is about zero, and a prediction warns instead."""
+    data, model = (INPUTS, jnp.prod(INPUTS, axis=1, keepdims=True)), network(1)
+    options = {"max_steps": 5} if train is gnlin.solve else {"steps": 5, "batch_size": 10}
+    solution = train(model, data, **options)
+    with pytest.warns(UserWarning, match="counts the data twice: pass `about`"):
+        twice = gnlin.predict.posterior(solution, data, noise=0.1)
+    once = gnlin.predict.posterior(solution, data, noise=0.1, about=model)
+    assert twice.log_evidence() > once.log_evidence() + 1
+    gnlin.predict.posterior(solution, data, noise=0.1, from_zero=True)
+    gnlin.predict.posterior(solution.model, data, noise=0.1)
+
+
 def test_mistakes():
     data, model = (INPUTS, LABELS), network()
     with pytest.raises(ValueError, match="`prior` must be greater than 0"):
@@ -223,7 +237,8 @@ def test_a_posterior_takes_the_parameters_that_were_trained(train, as_pair):
 def test_a_pair_whose_function_has_no_leaves():
     model = jax.tree_util.Partial(lambda p, x: p * x), jnp.ones(())
     data = INPUTS[:, 0], 2 * INPUTS[:, 0]
-    posterior = gnlin.predict.posterior(gnlin.solve(model, data), data, noise=0.1)
+    solution = gnlin.solve(model, data)
+    posterior = gnlin.predict.posterior(solution, data, noise=0.1, about=model)
     assert posterior.prior == 1  # not trained with another one
     assert np.isfinite(posterior.log_evidence())
 

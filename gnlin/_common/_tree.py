@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import flatten_util
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, ArrayLike, Bool, Float, PyTree, Scalar, ScalarLike
 
 
 _FULL = jax.lax.Precision.HIGHEST
@@ -52,6 +52,23 @@ class Structure(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def ravel(self, tree: PyTree[ArrayLike]) -> Array:
+        """Return outputs of these shapes, or one array of all their numbers, as one
+        array."""
+        self.check(tree, [(self.size,)])
+        return ravel_pytree(tree)[0]
+
+    def check(self, tree: PyTree[ArrayLike], *others: list[tuple[int, ...]]) -> None:
+        """Raise `ValueError` unless outputs have these shapes, or others."""
+        given = [jnp.shape(x) for x in jax.tree.leaves(tree)]
+        shapes = [x.shape for x in self.leaves]
+        if given not in (shapes, *others):
+            expected, found = (" and ".join(map(str, x)) for x in (shapes, given))
+            raise ValueError(
+                "Targets, residuals and other arrays like the outputs must have the "
+                f"outputs' shapes, {expected}, but have {found or 'no array'}."
+            )
 
     def unravel(self, flat: Array) -> PyTree[Array]:
         """Invert `ravel_pytree`."""

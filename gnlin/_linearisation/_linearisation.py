@@ -166,7 +166,8 @@ class Linearisation(eqx.Module):
         return Linearisation(point, self.outputs, jacobian), unravel
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
-        """Return the linearisation with its outputs replaced."""
+        """Return the linearisation with other outputs, of the same shapes."""
+        Structure.of(self.outputs).check(outputs)
         return dataclasses.replace(self, outputs=outputs)
 
     def with_jacobian(self, jacobian: AbstractJacobian) -> "Linearisation":

@@ -129,7 +129,7 @@ class Spectrum(eqx.Module):
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectrum":
         """Return the spectrum with another residual of the same structure."""
-        flat, _ = ravel_pytree(residual)
+        flat = self._flat(residual)
         origin = self._origin
         if origin is not None:
             origin = _Origin(origin.jacobian, flat, origin.vectors)
@@ -174,9 +174,9 @@ class Spectrum(eqx.Module):
         kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
         return kept, zero | ~self.finite()
 
-    def project(self, residual: Float[Array, " m"]) -> Float[Array, " k"]:
-        r"""Return $U^\top r$ for another residual."""
-        return self._project(residual).astype(self.eigenvalues.dtype)
+    def project(self, residual: PyTree[Array]) -> Float[Array, " k"]:
+        r"""Return $U^\top r$ for another residual, flat or of the outputs' structure."""
+        return self._project(self._flat(residual)).astype(self.eigenvalues.dtype)
 
     def lift(self, coefficients: Float[Array, " k"]) -> PyTree[Array]:
         r"""Return $\phi^\top U z$ as a pytree of parameters."""
@@ -247,10 +247,15 @@ class Spectrum(eqx.Module):
             S. Arora et al., *Fine-grained analysis of optimization and generalization for
             overparameterized two-layer neural networks*, ICML (2019), section 4.
         """
-        flat, _ = ravel_pytree(of)
+        flat = self._flat(of)
         norm = _tree.norm(flat)
         unit = flat / jnp.where(norm == 0, 1, norm)
         return self.project(unit) ** 2
+
+    def _flat(self, outputs: PyTree[Array]) -> Float[Array, " m"]:
+        if self._origin is None:  # of some eigenpairs only
+            return ravel_pytree(outputs)[0]
+        return self._origin.jacobian.codomain.ravel(outputs)
 
     def finite(self) -> Array:
         """Whether the Jacobian and the residual were finite."""

@@ -71,10 +71,11 @@ def partition(
     if fn is not None or not called:
         trained = _with_arrays(trained)
     if called and fn is None and not callable(model):
+        instead = ": pass its `.model`" if callable(getattr(model, "model", None)) else ""
         raise ValueError(
             "The model must be callable on one example's input, or a pair "
             f"`(fn, parameters)` with `fn(parameters, x)`, but {a_kind_of(model)} was "
-            "given."
+            f"given{instead}."
         )
     try:
         parameters, rest = eqx.partition(trained, filter_spec)
@@ -309,8 +310,9 @@ def make_network(
         raise ValueError(
             "The model has state, such as batch normalisation's: make it by "
             "`model, state = equinox.nn.make_with_state(Model)(...)` and pass `state` to "
-            "`gnlin.fit` or `gnlin.solve`; or, to keep its statistics fixed, pass the "
-            "pair `(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
+            "`gnlin.fit`, `gnlin.solve` or `gnlin.TangentKernel`; or, to keep its "
+            "statistics fixed, pass the pair `(lambda m, x: m(x, state)[0], "
+            "equinox.nn.inference_mode(model))`."
         )
     if state is not None and not _has_state(model):
         raise ValueError("The model has no state: leave `state` out.")

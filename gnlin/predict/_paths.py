@@ -233,6 +233,9 @@ class Descent(AbstractPath):
 
         - `inputs`: n inputs, with a leading axis; `None` for the training inputs.
         - `steps`: the number of steps, or a list of numbers; `math.inf` for the limit.
+            There is none if the loss has no minimum, like the cross-entropy of classes
+            that the linearised model separates. The outputs are then those at which its
+            gradient has almost vanished; with `damping` there is a limit.
 
         **Returns:** an array of the shape `(n, ...)`, or `(len(steps), n, ...)`.
 

@@ -20,7 +20,7 @@ from ._eigenbasis import Eigenbasis
 from ._gaussian import Gaussian
 from ._kronecker import Kronecker
 from ._linearised import check_finite, LinearisedModel
-from ._trust import warn_of_rounding, warn_of_slope
+from ._trust import warn_of_data_counted_twice, warn_of_rounding, warn_of_slope
 
 
 # The search for the damping of most evidence: points of a grid, the number of its
@@ -76,7 +76,8 @@ def posterior(
     - `about`: a model whose parameters are the prior's mean. By default the mean is zero
         after training with a prior, and for another loss; else it is `model`. For a
         trained `model`, pass the model before training: a prior about parameters that
-        were fitted to the data would count the data twice.
+        were fitted to the data would count the data twice. For a solution that was
+        trained without a prior, this warns.
     - `loss`: the loss of one example. Its sum over the examples is the negative
         log-likelihood, whatever its `reduction`.
     - `curvature`: `"full"` is exact. For large networks there are two approximations. A
@@ -151,6 +152,8 @@ def posterior(
         prior = trained_with * unit if prior is None else prior
         if about is None and not from_zero:
             about = jax.tree.map(_zero, model)
+    elif is_solution and moves and about is None and not from_zero:
+        warn_of_data_counted_twice()
     prior = 1.0 if prior is None else prior
     _check_deviation("prior", prior)
     # The likelihood sums over all examples, however the loss was reduced in training.

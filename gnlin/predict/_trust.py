@@ -34,6 +34,16 @@ def warn_of_rounding(posterior: Any) -> None:
     )
 
 
+def warn_of_data_counted_twice() -> None:
+    """Warn that the prior is about parameters that were fitted to the data."""
+    warnings.warn(
+        "The model was trained without a prior, so that the prior is about the "
+        "parameters that were fitted, which counts the data twice: pass `about`, the "
+        "model before training, or train with `prior`.",
+        stacklevel=3,
+    )
+
+
 def warn_of_slope(posterior: Any, stacklevel: int) -> None:
     """Warn if the model is not at the minimum, unless the numbers are traced."""
     if posterior._moves or is_traced(posterior):
