@@ -353,6 +353,20 @@ def test_recognised_residual_functions():
     assert not is_recognised(lambda y, args: y, y)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_a_group_serves_again_outside_of_the_program_that_first_used_it():
+    """A NumPy array that its function closes over belongs to no trace."""
+    t = np.linspace(0, 1, 5)
+    group = gnlin.Residuals(lambda p, _: p[0] * jnp.exp(p[1] * t) - t**2)
+    run = lambda y: optx.least_squares(group, gnlin.LevenbergMarquardt(), y).value
+    found = jax.jit(run)(jnp.ones(2))
+    np.testing.assert_allclose(gnlin.solve(jnp.ones(2), group).model, found, rtol=1e-6)
+    (residuals,) = jax.tree.leaves(group(found))
+    np.testing.assert_allclose(residuals[0], found[0] * np.exp(found[1] * t) - t**2)
+    other = optx.least_squares(group, gnlin.GaussNewton(), found).value
+    np.testing.assert_allclose(other, found, rtol=1e-6)
+
+
 MISTAKES = {
     "args beside data": (
         lambda: (gnlin.Residuals(decay, measured()), measured()),

@@ -311,6 +311,13 @@ def test_a_retraction_that_fails_on_a_row():
         a, b, c, d = row + step
         return jnp.stack([a, b, c, d])
 
+    def of_three(row, step):
+        if step.shape != (3,):
+            raise AssertionError  # without a message, as jaxlie does
+        return row.at[:3].add(step)
+
+    with pytest.raises(ValueError, match=r"a step of the same shape, .*AssertionError"):
+        Retraction.of(of_three, jnp.ones((5, 4)))
     with pytest.raises(ValueError, match=r"one row, of the shape \(3,\).*`None`"):
         Retraction.of(of_four, {"turn": jnp.ones(4), "shift": jnp.ones(3)})
 

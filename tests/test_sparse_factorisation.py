@@ -157,6 +157,22 @@ def test_levenberg_marquardt_between_bounds_ends_where_the_other_does():
     np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-8, atol=1e-18)
 
 
+def test_many_bounds_on_a_sparse_problem_need_no_dense_matrix():
+    """Each of 301 parameters has a minimum of its own, most of them beyond the bounds."""
+    wanted = jnp.linspace(-2.0, 2.0, 301)
+    group = gnlin.Residuals(
+        lambda x, d: x - d["wanted"] + 0.1 * (x**3 - d["wanted"] ** 3),
+        {"k": jnp.arange(301), "wanted": wanted},
+        select=lambda d: d["k"],
+    )
+    solver = gnlin.LevenbergMarquardt(method="sparse", bounds=(-0.5, 0.5))
+    run = lambda y: gnlin.solve(y, group, solver, max_steps=30)
+    end = run(jnp.zeros(301))
+    np.testing.assert_allclose(end.model, jnp.clip(wanted, -0.5, 0.5), atol=1e-9)
+    program = jax.make_jaxpr(lambda y: run(y).model)(jnp.zeros(301))
+    assert "301,301]" not in str(program)
+
+
 def test_auto_chooses_by_the_coupling():
     """`auto` decides by costs; `benchmarks speed graph` tests this in full."""
     reads = lambda edges: (Reads(edges, 3, ((1_000, 2, 3),)),)

@@ -157,9 +157,10 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     closed, out = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
     out_structure = jax.tree.structure(out)
     key = _key(closed.jaxpr), kind[0], out_structure
-    consts = [
-        c if isinstance(c, Tracer | Array) else jnp.asarray(c) for c in closed.consts
-    ]
+    with jax.ensure_compile_time_eval():  # The program outlives an enclosing trace.
+        consts = [
+            c if isinstance(c, Tracer | Array) else jnp.asarray(c) for c in closed.consts
+        ]
     program = Program(consts, _same(_Traced(closed.jaxpr, out_structure, key)))
     if not any(isinstance(c, Tracer) for c in consts):
         programs[kind] = program

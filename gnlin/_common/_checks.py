@@ -275,9 +275,10 @@ def is_own(error: Exception) -> bool:
 
     This holds if a `raise` statement of the user's code raised it, rather than a library
     or an operation on the function's arguments. It also holds for JAX's own kinds of
-    errors, except where an array's value is missing, which `first_line` explains.
+    errors, except where an array's value is missing, which `first_line` explains. An
+    error without a message explains nothing.
     """
-    if isinstance(error, _NEEDS_A_VALUE):
+    if isinstance(error, _NEEDS_A_VALUE) or not str(error):
         return False
     if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return True
@@ -299,8 +300,8 @@ def explains_itself(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without its full stop; or what to do
-    where JAX has no value."""
+    """Return the first line of an error's message, without its full stop, or its kind if
+    it has none; or what to do where JAX has no value."""
     is_if = "truth value of an array" in str(error)
     if isinstance(error, _NEEDS_A_VALUE) or is_if:
         return (
@@ -308,7 +309,7 @@ def first_line(error: Exception) -> str:
             "use JAX's operations, such as `jnp.exp` for `np.exp` or `math.exp`, leave "
             "`float` out, and for a Python `if` use `jnp.where` or `jax.lax.cond`"
         )
-    return str(error).strip().partition("\n")[0].rstrip(".")
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def import_pyplot(name: str) -> Any:

@@ -120,14 +120,15 @@ def _is_a_row(fn: Any, x: Array) -> bool:
         row = whole
     try:
         found = _returned(fn, row)
-    except (IndexError, TypeError, ValueError) as error:
+    except (AssertionError, IndexError, TypeError, ValueError) as error:
         if is_own(error):
             raise
         raise ValueError(
             f"`retraction` is called on one row, of the shape {row.shape} of an array of "
-            f"the shape {x.shape}, but failed ({first_line(error)}): pass `None` for "
-            "arrays that it does not move, and a single parameter of several axes `x` as "
-            "`x[None]`."
+            f"the shape {x.shape}, and a step of the same shape, but failed "
+            f"({first_line(error)}): use as many entries of the step as it needs, pass "
+            "`None` for arrays that it does not move, and a single parameter of several "
+            "axes `x` as `x[None]`."
         ) from error
     if found != row.shape:
         returned = "no array" if found is None else f"the shape {found}"

@@ -347,7 +347,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             raise ValueError(
                 'The only `options` of gnlin\'s solvers are "history" and "jac", but '
                 f"{others} were given; set the solver's `method` for the way to compute "
-                "a step."
+                "a step, and its `bounds` for limits of the parameters."
             )
         state = self.start(y, f_struct)
         num_rows = (options or {}).get("history")

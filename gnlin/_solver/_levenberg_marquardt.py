@@ -246,8 +246,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if way.stops_early:
             memory, subproblem = self._truncated(objective, subproblem, memory, p)
 
-        inverse = None
-        if lin.box is not None and scaling != "identity" and p <= _MOST_WIDE * m:
+        inverse = None  # It is dense, so sparse problems are solved again instead.
+        pays = p <= _MOST_WIDE * m and not cost.reads
+        if lin.box is not None and scaling != "identity" and pays:
             inverse = measured.inverse()
 
         def bounded(step: PyTree[Array], damping: Scalar) -> tuple[PyTree[Array], Scalar]:

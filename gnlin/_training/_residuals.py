@@ -305,7 +305,8 @@ def of_groups(
         if jnp.size(group.weight) != 1:
             raise ValueError(
                 f"The `weight` of the group {name!r} must be one number, but has the "
-                f"shape {jnp.shape(group.weight)}: multiply the residuals instead."
+                f"shape {jnp.shape(group.weight)}: for weights w of single residuals, "
+                "multiply these by the square root of w inside the function."
             )
         if group.select is not None:
             check_selection(name, group.select, group.data, parameters)
