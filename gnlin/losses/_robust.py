@@ -1,12 +1,13 @@
 """Robust losses, which grow at most linearly and so limit the influence of outliers."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, ScalarLike
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .._common._checks import (
     check_finite_positive,
@@ -16,6 +17,12 @@ from .._common._checks import (
     positive,
 )
 from ._base import AbstractElementwiseLoss, as_outputs, Reduction
+
+
+# The part of the weights that is left for the last steps. A bundle adjustment of 12
+# cameras with 5 % outliers and Huber's loss converges in 51 steps with 0.05 throughout,
+# in 70 with 0.02, in 92 with 0.2, and not in 256 with 0 or with 1.
+LEAST_PART = 0.05
 
 
 class Rho(NamedTuple):
@@ -34,14 +41,13 @@ class AbstractRobust(AbstractElementwiseLoss):
     _numbers: ClassVar[tuple[str, ...]] = ("delta",)
     delta: ScalarLike = 1.0
     reduction: Reduction | None = None
-    # A bundle adjustment of 12 cameras with 5 % outliers and Huber's loss converges in 51
-    # steps, in 70 with 0.02, in 92 with 0.2, and not in 256 with 0 or with 1.
-    reweighted: float = eqx.field(default=0.05, static=True, kw_only=True)
+    reweighted: ScalarLike | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
         check_scalar("delta", self.delta)
         check_finite_positive("delta", self.delta)
-        check_share("reweighted", self.reweighted)
+        if self.reweighted is not None:
+            check_share("reweighted", self.reweighted)
 
     def _delta(self, like: Array) -> Array:
         delta = nan_unless(positive(self.delta), self.delta)
@@ -58,7 +64,9 @@ class AbstractRobust(AbstractElementwiseLoss):
     def root(self, output: Array, target: Array) -> Array:
         residual = output - target
         own = self._rho.root(residual / self._delta(output))
-        return jnp.maximum(own, self.reweighted**0.5 * self.root_of_weight(residual))
+        part = LEAST_PART if self.reweighted is None else self.reweighted
+        of_weight = jnp.sqrt(part).astype(own.dtype) * self.root_of_weight(residual)
+        return jnp.maximum(own, of_weight)
 
     def root_of_weight(self, residual: Array) -> Array:
         r"""Return the square root of $\rho'(r)/r$, the weight of iteratively reweighted
@@ -75,6 +83,18 @@ class AbstractRobust(AbstractElementwiseLoss):
     def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
         each = lambda output, target: _signed_root(output, target, self)
         return jax.tree.map(each, outputs, as_outputs(target, outputs))
+
+
+def reweighted(tree: PyTree, part: Scalar) -> PyTree:
+    """Return a tree whose robust losses that leave `reweighted` to the solver have this
+    value."""
+
+    def each(loss):
+        is_open = is_robust(loss) and loss.reweighted is None
+        return dataclasses.replace(loss, reweighted=part) if is_open else loss
+
+    is_robust = lambda x: isinstance(x, AbstractRobust)
+    return jax.tree.map(each, tree, is_leaf=is_robust)
 
 
 @eqx.filter_custom_jvp
