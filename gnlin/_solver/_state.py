@@ -115,7 +115,7 @@ class State(eqx.Module):
         return dataclasses.replace(self, stride=stride)
 
     def after_part(self, stride: Stride, loss: Scalar, back: Bool[Array, ""]) -> "State":
-        """Return the state after a part of a step, with `back` if the last one was
+        """Return the state after a part of a step. `back` says whether the last step was
         undone."""
         undone = jnp.where(back, 1, 0)
         report, counts = self.report, self.counts
