@@ -211,8 +211,8 @@ def complaint(fit: "CurveFit") -> str:
             )
     if not fit._end.covariance.is_whole:
         return (
-            "`gnlin.curve_fit`: the standard errors leave out the negative curvature of "
-            "the loss, which is too large, so that they are too small: use "
+            "`gnlin.curve_fit`: the standard errors are too small, because they leave "
+            "out the negative curvature of the loss, which is too large: use "
             "`fit.confidence_intervals()`."
         )
     if are_determined(fit):

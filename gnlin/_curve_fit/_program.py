@@ -34,8 +34,8 @@ def fitted(
     """Run a fit; return its end, and the fields of `CurveFit`.
 
     - `axes`: the axes of the fields of `data` over data sets, if there are several.
-    - `has_starts`: whether parameters have an axis over starts (after the one over data
-        sets), of which the best is chosen. The starts of one data set run one after the
+    - `has_starts`: whether parameters have an axis over starts, after the one over data
+        sets. The best start is chosen. The starts of one data set run one after the
         other, by the program of a single fit. Run together, they would need a program of
         their own, and each would take as long as the slowest.
     """

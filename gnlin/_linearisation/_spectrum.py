@@ -63,7 +63,7 @@ class Spectrum(eqx.Module):
 
     **Attributes:**
 
-    - `eigenvalues`: $w \ge 0$, the largest first, of which there are k = min(m, p), or m
+    - `eigenvalues`: $w \ge 0$, the largest first. There are k = min(m, p) of them, or m
         if only the kernel fits in the memory budget. Values indistinguishable from zero
         at working precision are exactly zero. All are NaN if the Jacobian is not finite.
     - `coefficients`: $U^\top r$, the residual in the kernel's eigenvectors.
@@ -309,8 +309,8 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     u, s, sorted_vt = _small_svd.svd(phi[:, order])
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
     # |phi| |v| bounds the rounding error of phi v for each singular vector v. Times the
-    # square root of p it bounds phi v itself, so that a larger singular value is only
-    # rounding, as where v is on columns of zeros.
+    # square root of p it bounds phi v itself. A singular value above this bound is only
+    # rounding, for example if v lies on columns of zeros.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
     impossible = s > 2 * p**0.5 * sizes
 

@@ -70,8 +70,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         pose, unless the function acts on each entry by itself. Retractions require a full
         batch and no bounds.
     - `verbose`: whether to print a line for each step, also within a compiled program. It
-        may be a function, which is called while the program is traced, as by solvers of
-        optimistix: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,
+        may be a function, which is called while the program is traced, as in optimistix's
+        solvers: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,
         with `gradient_norm`, `step_norm` and `damping`.
 
     !!! example

@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and what a step returns."""
+"""The state that a run carries from step to step, and the result of a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -88,7 +88,7 @@ class Detour(eqx.Module):
 
 
 class State(eqx.Module):
-    # What the solver itself carries from one linearisation to the next
+    # The solver's own memory between linearisations
     memory: PyTree
     # Shown to the user
     report: Report

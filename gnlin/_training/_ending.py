@@ -123,7 +123,7 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
     size = max(some, len(losses) // 10)
     parts = losses[-(len(losses) // size * size) :].reshape(-1, size)
     *between, end = np.median(parts, axis=1)
-    # A loss of zero, as of a batch whose targets are met, cannot be the unit.
+    # A loss of zero, such as that of a batch whose targets are met, cannot be the unit.
     first = float(next((loss for loss in losses if loss != 0), 0.0))
     last = float(np.mean(late))
     best = min(between, default=end)

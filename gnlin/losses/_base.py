@@ -242,7 +242,7 @@ def total_of_each(
 
 
 def with_reduction(loss: AbstractLoss, reduction: Reduction) -> AbstractLoss:
-    """Return a loss with another reduction, also if it has its own `__init__` or a static
+    """Return a loss with another reduction, even if it has its own `__init__` or a static
     field."""
     loss = copy.copy(loss)
     object.__setattr__(loss, "reduction", reduction)  # a module is frozen

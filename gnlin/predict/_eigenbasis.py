@@ -28,8 +28,8 @@ _WORTH, _SECONDS = 10.0, 1.0
 # Seconds for each operation of the orthogonal factorisation before the singular values,
 # measured as 47 s for 66,561 x 400 numbers (jax 0.10, on a CPU): 100 times a product's.
 _ORTHOGONALISED = 1e-9
-# Singular values below this multiple of eps times the largest count as zero. LAPACK
-# returned at most 0.8 for repeated examples, 14 to 200 of them.
+# Singular values below this multiple of eps times the largest count as zero. For 14 to
+# 200 repeated examples, the multiple that LAPACK returned was at most 0.8.
 _ZERO = 2.0
 # Multiple of the rounding at which a filter is evaluated to see how it treats eigenvalues
 # next to zero. At zero itself a pseudo-inverse would be 0.
