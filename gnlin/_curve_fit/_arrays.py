@@ -26,14 +26,14 @@ def as_x(x: PyTree[Any]) -> PyTree[Array]:
 
 
 def columns_of(x: PyTree[Any]) -> PyTree[Any]:
-    """Return a data frame as a dictionary of its columns, and the others as by
-    `arrays_of`."""
+    """Convert a data frame to a dictionary of its columns, and anything else as
+    `arrays_of` does."""
     return arrays_of(_tree.columns(x))
 
 
 def arrays_of(values: PyTree[Any]) -> PyTree[Any]:
-    """Return lists of numbers, and series and frames of pandas, as arrays. Arrays are not
-    read."""
+    """Convert lists of numbers, and series and frames of pandas, to arrays. Arrays, such
+    as memory maps, are returned without being read."""
 
     def of_one(value):
         if isinstance(value, list):
@@ -86,8 +86,8 @@ _MOST_ROUNDED = 1e-4
 
 
 def warn_of_rounding(**data: PyTree[Any]) -> None:
-    """Warn the caller of `curve_fit` if single precision keeps little of an array, as of
-    dates that are counted from a time long ago.
+    """Warn the caller of `curve_fit` if single precision loses too much of an array, such
+    as dates that are counted from a time long ago.
 
     - `data`: x and y, by their names.
     """

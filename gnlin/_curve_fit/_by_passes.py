@@ -1,5 +1,5 @@
-"""Levenberg-Marquardt on data that are never in memory as a whole: the loss is known by
-sums over the data, to second order, at one point after another."""
+"""Levenberg-Marquardt on data that do not fit in memory. At each point, sums over the
+data give the loss to second order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from ..damping import LongestStep, TrustRegion
 
 
 class Expansion(NamedTuple):
-    r"""A loss of p parameters to second order at one point.
+    r"""The second-order expansion of a loss of p parameters at one point.
 
     - `loss`: its value.
     - `triangle`: the triangular factor $T$ of all whitened rows, with the residual as one
@@ -49,7 +49,7 @@ class Expansion(NamedTuple):
         return _tree.matmul(self.jacobian.T, self.residual)
 
     def outputs(self) -> PyTree[Array]:
-        """Return outputs of which `HalfSquares` is the loss."""
+        """Return outputs whose loss, by `HalfSquares`, is `loss`."""
         return _outputs(self.residual, self.loss)
 
     def at(self, point: PyTree[Array], memory_budget: int) -> Linearisation:
@@ -104,7 +104,7 @@ class HalfSquares(AbstractObjective):
 class Minimum(NamedTuple):
     """The end of a run.
 
-    - `last`: what the last call of `expand` at this point returned.
+    - `last`: the second value that `expand` returned at this point.
     - `rows`: the history.
     """
 
@@ -123,13 +123,14 @@ def minimise(
 ) -> Minimum:
     """Minimise a loss that one pass over the data expands to second order.
 
-    Each trial is one pass, and an accepted one is the next linearisation. A longer step
-    is therefore not searched for: the default rule is a trust region, which takes the
-    fewest passes. Steps have no second-order correction, and no detours. Ctrl-C ends a
-    run that has made a step, as `max_steps` does.
+    Each trial is one pass, and an accepted one is the next linearisation. There is
+    therefore no search for a longer step, and the default rule is a trust region, which
+    takes the fewest passes. Steps have no second-order correction, and no detours. Ctrl-C
+    ends a run that has made a step, as `max_steps` does.
 
-    - `expand`: makes a pass; returns the expansion at a point, and anything else.
-    - `show`: shows the number of steps and the loss.
+    - `expand`: a function that makes a pass and returns the expansion at a point, and
+        anything else.
+    - `show`: a function that shows the number of steps and the loss.
     """
     damping = TrustRegion() if solver.damping is None else solver.damping
     if isinstance(damping, LongestStep):
@@ -171,7 +172,8 @@ def minimise(
 
 
 class _Trial(NamedTuple):
-    """What has been tried at a linearisation, and the step to try next, to `y`."""
+    """The outcome of the trials at a linearisation, and the next step to try, which leads
+    to `y`."""
 
     tried: TrialOutcome
     proposal: Proposal
@@ -228,7 +230,7 @@ def _step(
 def _no_trial(
     solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
 ) -> _Trial:
-    """Return numbers in place of a trial before the first one."""
+    """Return zeros that stand for a trial before the first one."""
 
     def first(y, here, state):
         _, trials = _trials(solver, y, here, state)

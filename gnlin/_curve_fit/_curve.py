@@ -51,8 +51,8 @@ class Data(NamedTuple):
 
 
 class Curve(eqx.Module):
-    """The user's function, of the free and the fixed parameters. Both have the structure
-    of all, with `None` in place of the others."""
+    """The user's function, called with the free and the fixed parameters. Both have the
+    structure of all parameters, with `None` in place of the others."""
 
     f: Callable[[Any, Any], PyTree]
     # The dtypes of the leaves of x with which `f` is called, if they differ from x's.

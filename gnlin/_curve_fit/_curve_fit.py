@@ -79,14 +79,15 @@ def curve_fit(
         With several data sets, each may have its own start, on a leading axis of every
         parameter.
     - `solver`: any least-squares solver of gnlin. For several data sets with bounds, or
-        an `f` with loops, the default has the damping rule of few trials,
+        with an `f` that has loops, the default uses a damping rule with few trials,
         [`gnlin.damping.Nielsen`][].
     - `sigma`: the standard deviations of y, as one number or in the structure and shapes
         of `y` (of one data set or of all); or the m x m covariance of y. For m data sets
-        of m points add an axis to the covariance, `covariance[None]`. It has the order of
-        the flattened y: dictionaries by their sorted keys, and the real and the imaginary
-        part of each complex number in turn. By default all are equal and unknown. A point
-        of infinite `sigma` is left out, whatever its y.
+        of m points add an axis to the covariance, `covariance[None]`. Its rows are in the
+        order of the flattened y, in which the keys of a dictionary are sorted and a
+        complex number is its real and then its imaginary part. By default all standard
+        deviations are equal and unknown. A point of infinite `sigma` is left out,
+        whatever its y.
     - `sigma_x`: the standard deviations of x, if x was measured too: one number, or a
         pytree like `x`, with 0 for an exact x. The true x are then fitted as well, with
         $\frac12((x - x_i)/\sigma_{x,i})^2$ added to the objective (orthogonal distance
@@ -97,8 +98,8 @@ def curve_fit(
         SciPy. With a robust loss, standard errors always come from the residuals.
     - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, with a dictionary
         inside where `start` has one, or a pair `(lower, upper)` of numbers or of pytrees
-        like `start`. `None` or an infinite number means no bound, also in a list of
-        bounds for the entries of an array.
+        like `start`. `None` or an infinite number means no bound. Both may also be
+        entries in a list of bounds for an array.
     - `fixed`: the names of parameters that stay at their start, if it is a dictionary;
         `"peak.width"` is the entry `"width"` of the dictionary `"peak"` inside. Equal
         bounds fix a single entry of an array.
@@ -213,7 +214,7 @@ def curve_fit(
         end, found = run(setting, data, free)
         if starts is None:
             free = end.parameters
-    # Another model has another scale, so its loss is in other units.
+    # The scale differs between models, so their losses cannot be compared.
     found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
     return as_curve_fit(setting, curve, first, data, end, found)
 
@@ -221,13 +222,15 @@ def curve_fit(
 def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     """Return the solver; if it is the default, with settings that suit fits.
 
-    - For other losses than squared error it would stop conjugate gradients early in large
-      fits, as for networks. Of 30 spots on an image, with Poisson's likelihood, exact
-      steps take 13 and not 156.
+    With a loss other than squared error, the default would stop conjugate gradients early
+    in large fits, as it does for networks. A fit of 30 spots on an image, with Poisson's
+    likelihood, takes 13 exact steps, and 156 with early stops.
+
     - `wait`: whether data sets wait for the one with the most trials at each step, and
-      trials are expensive. With few trials, parameters of a differential equation for 200
-      patients take less than half of the time, and 1,000 exponentials, 1,000
-      Michaelis-Menten curves and 500 pairs of peaks between bounds a quarter to a third.
+      trials are expensive. With a rule of few trials, a fit of a differential equation to
+      200 patients takes less than half of the time. Fits of 1,000 exponentials, 1,000
+      Michaelis-Menten curves and 500 pairs of peaks between bounds take a quarter to a
+      third.
     """
     if not isinstance(solver, LevenbergMarquardt) or solver.form != "quadratic":
         return solver

@@ -1,4 +1,4 @@
-"""How a fit ended, in words, and what its user should be warned of."""
+"""The reason why a fit ended, in words, and the warning for its user."""
 
 from typing import TYPE_CHECKING
 
@@ -82,8 +82,9 @@ def _precision(fit: "CurveFit") -> tuple[str, str]:
 
 
 def _extreme_derivative(fit: "CurveFit") -> str:
-    """Return that the squares of the derivative by a parameter, of which steps are made,
-    are beyond the range of numbers; or "". Such a parameter stays at its start."""
+    """Return a sentence if the squares of the derivative by a parameter underflow or
+    overflow; or "". Steps are computed from these squares, so such a parameter stays at
+    its start."""
     known = fit._end.covariance
     # NumPy has less overhead per operation.
     arrays = {name: np.asarray(getattr(known, name)) for name in ("units", "determined")}
@@ -115,9 +116,10 @@ def _num_ignored(fit: "CurveFit") -> np.ndarray:
 
 
 def _are_separated(fit: "CurveFit") -> np.ndarray:
-    """Whether the likelihood of each data set is 1 at infinity only, as it is if all
-    trials of each point end alike, and as the curve says. In parts y is unknown, but
-    no curve meets so many shares exactly."""
+    """Whether the likelihood of each data set reaches 1 only at infinity. This happens if
+    all trials of each point end alike, and as the curve predicts. If the data were read
+    in parts, y is unknown here and the loss alone decides, since no curve meets so many
+    shares exactly."""
     loss, least = fit._setting.likelihood, np.finfo(fit._end.loss.dtype).eps
     if not isinstance(loss, BinomialNLL):
         return np.zeros(np.shape(fit._end.loss), bool)
@@ -209,8 +211,8 @@ def complaint(fit: "CurveFit") -> str:
             )
     if not fit._end.covariance.is_whole:
         return (
-            "`gnlin.curve_fit`: the standard errors leave out the negative curvature of "
-            "the loss, which is too large, so that they are too small: use "
+            "`gnlin.curve_fit`: the standard errors are too small, because they leave "
+            "out the negative curvature of the loss, which is too large: use "
             "`fit.confidence_intervals()`."
         )
     if are_determined(fit):

@@ -34,8 +34,8 @@ _BLOCK = 2**15
 def read_in_parts(
     curve: Curve, x: Any, y: Any, sigma: Any, free: PyTree[Array], kept: PyTree
 ) -> tuple[Curve, Parts]:
-    """Return the data as parts, and the curve of a block of them, after a check that the
-    points are independent."""
+    """Return the curve for a block of the data, and the data as parts, after a check that
+    the points are independent."""
     data = sigma if y is None else (x, y, sigma)
     if is_traced((jnp.zeros(()), data, free, kept)):  # also if only `f` is
         raise ValueError(
@@ -141,7 +141,7 @@ class _Passes:
         self, setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
     ):
         self.setting, self.parts, self.nan_policy = setting, parts, nan_policy
-        # Settings that the sums do not use would compile them again.
+        # The sums do not use the solver, and another one would compile them again.
         self.of_sums = setting._replace(solver=None)  # type: ignore
         self.size = _tree.size(start)
         x, y = jax.tree.map(to_jax, parts.example)
@@ -220,8 +220,9 @@ def _fitted(
 def _seen(
     passes: _Passes, minimum: Minimum, start: PyTree[Array], unweighted: Sums
 ) -> Array:
-    """Whether each parameter affects the curve. One that the linearisation leaves open
-    takes a pass or two: without effect, it does not change the loss either."""
+    """Whether each parameter affects the curve. Where the linearisation does not tell,
+    one or two passes do: a parameter without effect on the curve does not change the
+    loss."""
     parameters, loss = minimum.y, minimum.last.expansion().loss
     box = flat_box(passes.setting.solver.bounds, parameters)
     found = _doubts(parameters, start, unweighted)

@@ -127,8 +127,8 @@ def _with_swapped_arguments(curve: Curve, free: PyTree, kept: PyTree, x: PyTree)
 
 
 def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:
-    """Return parameters of one data set, where some of `free` have an axis over data
-    sets, or all have one of a wrong length."""
+    """Return the parameters of one data set, if only some of `free` have an axis over
+    data sets, or if all have one of a wrong length."""
     lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(free)}
     axes = lengths if len(lengths) == 1 else {number}
 
@@ -148,8 +148,8 @@ def _shapes(tree: PyTree) -> tuple[Any, list]:
 def with_x(
     x: PyTree[Array], y: Values, nan_policy: str
 ) -> tuple[PyTree, Values, Bool[np.ndarray, " n"] | None]:
-    """Mark points of missing x as missing in y, and replace their x by another's. Return
-    also which points these are, or `None` if there are none."""
+    """Mark points with a missing x as missing in y, and replace their x by that of
+    another point. Return also which points these are, or `None` if there are none."""
     if is_traced(x):
         return x, y, None
     leaves, structure = jax.tree.flatten(x)
@@ -283,8 +283,8 @@ def surely(condition: Any) -> bool:
 def _errors(
     sigma: Any, y: Float[Array, "*sets m"], values: Values, missing: Any
 ) -> tuple[Array, bool, Any]:
-    """Return the standard deviations of y, or a factor of the covariance; whether each
-    data set has its own, on a leading axis; and which are infinite."""
+    """Return the standard deviations of y or a factor of the covariance, whether each
+    data set has its own on a leading axis, and which standard deviations are infinite."""
     if sigma is None:
         return jnp.ones(y.shape[:-1], y.dtype), values.many, np.False_
     factor = _factor(sigma, y, values, missing)
@@ -389,7 +389,7 @@ def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether NumPy converts it to a numeric array, unlike a dictionary or a model."""
+    """Whether NumPy can convert a value to an array of numbers."""
     if isinstance(value, Tracer):
         return True
     try:

@@ -22,7 +22,7 @@ from ..losses._robust import AbstractRobust
 from ._curve import Data
 
 
-# Largest expected count that counts as none. Fits that end at the edge come to 1e-8.
+# Expected counts below this are taken as zero. Fits that end at the edge reach 1e-8.
 _NO_RATE = 1e-5
 
 
@@ -99,7 +99,7 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
 
 
 def is_likelihood(loss: AbstractLoss) -> bool:
-    """Whether a loss is a negative log-likelihood, of which a fit estimates no scale."""
+    """Whether a loss is a negative log-likelihood, for which a fit estimates no scale."""
     return not isinstance(loss, SquaredError | AbstractRobust)
 
 
@@ -137,7 +137,8 @@ def check_values(loss: AbstractLoss, y: PyTree, rows: Iterable[Any]) -> None:
 
 
 def has_observed_root(loss: AbstractElementwiseLoss) -> bool:
-    """Whether `root` is of the loss's own curvature, and not of an expected one."""
+    """Whether `root` is the root of the observed curvature, and not of an expected
+    one."""
     return type(loss).root is AbstractElementwiseLoss.root
 
 
@@ -153,10 +154,10 @@ def point_at_edge(
     parameters could lower it further; -1 if there is none. The expected curvature there
     is infinite, and holds the parameters wherever they met this edge.
 
-    - `spread`: a row for each point, with the standard deviation of its rate, divided by
-        the root of the rate, as its norm.
+    - `spread`: a row for each point, whose norm is the standard deviation of the rate
+        divided by the square root of the rate.
     """
-    lowers = jnp.sum(spread**2, axis=1) > 0.5  # not so in the tail of a peak
+    lowers = jnp.sum(spread**2, axis=1) > 0.5  # false in the tail of a peak
     is_at_edge = (data.counted > 0) & (data.y == 0) & (rates < _NO_RATE) & lowers
     return jnp.where(jnp.any(is_at_edge), jnp.argmax(is_at_edge), -1)
 
@@ -164,7 +165,7 @@ def point_at_edge(
 def check_rates(loss: AbstractLoss, rates: Any) -> None:
     """Check that the rates of a Poisson loss with `log_input=False` are positive.
 
-    - `rates`: returns `f(start, x)`; called only for this loss.
+    - `rates`: a function that returns `f(start, x)`. It is called only for this loss.
     """
     if not is_of_rates(loss):
         return

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 # Only parameters whose standard error exceeds this multiple of their value are tested.
 _ASKED = 10
-# A step by a standard error raises the loss by a half where there is a maximum.
+# At a maximum, a step by a standard error raises the loss by 1/2. If it changes the loss
+# by less than this, there is no maximum.
 _FLAT = 1e-3
 
 
 def escaping(fit: "CurveFit") -> np.ndarray:
     """Return 1 for each free parameter that may rise without end while the likelihood
-    does not fall, -1 if it may fall without end, and else 0. The others stay, or follow
-    it as their covariance says.
+    does not fall, -1 if it may fall without end, and else 0. The other parameters are
+    held, or follow it according to the covariance.
 
     At the end of such a run the curvature is nearly zero, so that the standard error is
     huge, and a step of that size does not change the loss."""
@@ -48,7 +49,7 @@ def escaping(fit: "CurveFit") -> np.ndarray:
         outputs = lambda flat: posed.outputs(posed.variables(unravel(flat)))
         here, there = outputs(start), outputs(start + step)
         fall = posed.loss.decrease(here, there, posed.target)
-        # A rate near 0 is known to less than 1, and is at the end of its range.
+        # A rate that moves by less than 1 is only close to 0, where its range ends.
         is_far = jnp.max(jnp.abs(there - here)) > 1
         box = flat_box(setting.solver.bounds, unravel(start))
         return (jnp.abs(fall) <= _FLAT) & is_far & ~box.is_left(start, step)

@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """Some points. The leading axes of all arrays are over blocks and points.
 
     - `sigma`: like y; one number; or `None` if the errors are unknown.
-    - `num_points`: the others, at the end, are padding.
+    - `num_points`: the number of points; those after them are padding.
     """
 
     x: PyTree
@@ -36,7 +36,7 @@ class Parts:
 
     def __init__(self, x: Any, y: Any, sigma: Any, block_size: Callable[[Any, Any], int]):
         """`x` yields tuples `(x, y)` or `(x, y, sigma)` if `y` is `None`. `block_size`
-        is a function of the first points' `(x, y)`."""
+        returns the number of points in a block, given `(x, y)` of the first points."""
         self._parts, self._sigma, is_whole = x, sigma, y is not None
         if is_whole:
             self._parts = [(columns_of(x), arrays_of(y), arrays_of(sigma))]
@@ -67,7 +67,7 @@ class Parts:
         most = max(1, _PART_BYTES // each) if is_whole else np.inf
         num = int(min(longest, most))
         block = min(block_size(*self.example), num)
-        # A part that its blocks fill is not copied.
+        # A part that is a whole number of blocks is not copied.
         smaller = range(block, block // 2, -1)
         self.block = next((size for size in smaller if num % size == 0), block)
         self.size = -(-num // self.block) * self.block

@@ -101,7 +101,8 @@ class Posed(NamedTuple):
         return {"curve": parameters, "x": _no_shift(self.data)}
 
     def outputs(self, variables: PyTree, _: Any = None) -> Array:
-        """Return the outputs. Solvers pass inputs as well, and here there are none."""
+        """Return the outputs. The second argument is for the inputs that solvers pass,
+        and is not used."""
         x = self.data.moved(variables["x"])
         free = self.data.with_held(variables["curve"])
         values = whitened(self.curve(free, self.fixed, x), self.data)

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 # Relative tolerance at which an end of an interval counts as found.
 _NEAR = 1e-5
-# After the last refit it also counts as found in a bracket of this relative width, as
-# where the loss is only known to its rounding.
+# After the last refit, a bracket of this relative width is accepted, too: the loss may be
+# known only to rounding.
 _ROUGHLY = 1e-3
-# The relative tolerance of refits, times the root of the number of points: a decrease by
-# 1e-5 of the noise's variance may be left. Refits of 22 parameters take half the steps,
-# and the ends differ by 1e-9 of the intervals.
+# The relative tolerance of refits, times the square root of the number of points. It may
+# leave a decrease of 1e-5 of the noise's variance. Refits of 22 parameters then take half
+# the steps, and the ends differ by 1e-9 of the intervals.
 _RTOL = 3e-3
 _MOST_REFITS = 30
 # The search for an end stops this many standard errors from the best fit.
 _FARTHEST = 1e4
-# If a parameter's standard error is larger than this multiple of its value, and the loss
-# there this many times smaller or larger than predicted, its ends are sought by
-# bisection in units of its value.
+# If a parameter's standard error is larger than this multiple of its value, and the rise
+# of the loss there differs from the prediction by more than this factor, the ends are
+# found by bisection in units of the value.
 _ASTRAY = 1e3
 
 
@@ -57,8 +57,8 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         return of_all(best - width), of_all(best + width)
     box = flat_box(setting.solver.bounds, end.parameters)
     unit_of_loss = float(end.bend * end.factor(setting))
-    # At a bound the loss has a slope. If the loss were linear, the end would be this many
-    # quantiles away.
+    # At a bound the loss has a slope. If the loss were linear, the end would be at this
+    # distance times the quantile.
     free_only = lambda y, pull: None if y is None else pull
     is_none = lambda x: x is None
     pulls = jax.tree.map(free_only, end.parameters, fit.multipliers, is_leaf=is_none)
@@ -70,10 +70,10 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     loosely = eqx.tree_at(lambda s: s.solver.rtol, setting, rtol)
 
     def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray, str]:
-        """Refit with parameter `k` held at a value. Return how far the loss has risen, as
-        a square root, in standard errors; where the next refit starts; and what is wrong
-        there, or "". The refits run the program of the fit, because one program for all
-        takes longer to compile."""
+        """Refit with parameter `k` held at a value. Return the square root of the loss's
+        rise, in standard errors; the start of the next refit; and what is wrong there, or
+        "". The refits run the program of the fit, because one program for all takes
+        longer to compile."""
         start = start.copy()
         start[k] = value
         marks = unravel(jnp.zeros_like(flat).at[k].set(1))
@@ -150,6 +150,6 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     lost: list[str] = []
     low, high = ([end_of(k, sign) for k in range(best.size)] for sign in (-1, 1))
     if lost:
-        # Beyond this function are the method, Equinox's wrapper and the user's line.
+        # The callers are the method, Equinox's wrapper and the user's line.
         warnings.warn(" ".join(lost), stacklevel=4)
     return of_all(low), of_all(high)

@@ -34,10 +34,10 @@ def fitted(
     """Run a fit; return its end, and the fields of `CurveFit`.
 
     - `axes`: the axes of the fields of `data` over data sets, if there are several.
-    - `has_starts`: whether parameters have an axis over starts (after the one over data
-        sets), of which the best is chosen. The starts of one data set run one after the
-        other, by the program of a single fit: together all would take the steps of the
-        longest, by a program of their own.
+    - `has_starts`: whether parameters have an axis over starts, after the one over data
+        sets. The best start is chosen. The starts of one data set run one after the
+        other, by the program of a single fit. Run together, they would need a program of
+        their own, and each would take as long as the slowest.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
     alone = axes is None and not inside
@@ -129,7 +129,7 @@ def _fitted(
         q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
     residuals = here.residuals
-    if data.spread is not None:  # of a robust loss: back to units of sigma
+    if data.spread is not None:  # convert a robust loss back to units of sigma
         residuals *= data.spread
         totals = totals._replace(
             chi_squared=data.spread**2 * totals.chi_squared,

@@ -67,13 +67,13 @@ class CurveFit(eqx.Module):
         `fit.covariance["a"]["rate"]`; the matrix if `start` is an array. Entries are 0
         for fixed parameters. For parameters at a bound covariances are 0, and
         correlations NaN.
-    - `covariance_matrix`: of the free parameters, in the order of `names`.
+    - `covariance_matrix`: the covariance of the free parameters, in the order of `names`.
     - `chi_squared`: the sum of squared residuals, in units of `sigma` and `sigma_x`; with
         a likelihood, Pearson's. `reduced_chi_squared` is divided by the degrees of
         freedom.
     - `deviance`: twice the `loss` at the minimum. For gnlin's likelihoods it is the
         deviance, since their least loss is zero at each point. Its derivative by a count
-        of 0, which is infinite, is given without the infinite term.
+        of 0 is infinite, and is returned without the infinite term.
     - `degrees_of_freedom`: points minus the rank of the Jacobian, which is the number of
         free parameters that are determined and not at a bound.
     - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. With a
@@ -93,8 +93,8 @@ class CurveFit(eqx.Module):
         whose scale differs between models.
     - `losses`: the losses of all `starts`, in ascending order.
     - `result`, `reason`, `history`, `num_steps`: as in [`gnlin.Solution`][]. With several
-        data sets or starts there is no history, which would take longer than the steps;
-        with several data sets there is no reason.
+        data sets or starts there is no history, because recording it would take longer
+        than the steps. With several data sets there is no reason.
     """
 
     parameters: PyTree
@@ -203,8 +203,8 @@ class CurveFit(eqx.Module):
             Student's distribution, or the normal one if the variance was known: with a
             likelihood, or absolute `sigma` and squared error.
         - `sigma`: the standard deviation of a new measurement, in the units of the fit's
-            `sigma` (if the fit had none, 1 is like the others). If given, the interval is
-            for the measurement instead of the curve.
+            `sigma` (if the fit had none, 1 stands for the noise of the data). If given,
+            the interval is for the measurement instead of the curve.
 
         **Returns:** `(mean, low, high)`, of the shapes that `f` returns; complex numbers
         hold the intervals of the real and the imaginary part.
@@ -353,14 +353,15 @@ class CurveFit(eqx.Module):
     def runs_test(self) -> float:
         """Return the p-value of Wald and Wolfowitz's test of the residuals' signs.
 
-        A small value means that neighbours deviate alike: the curve misses a feature of
-        the data. The residuals are sorted by x if x is one vector, else in the order of
-        the points, in which a complex number is its two parts. The value is NaN if all
-        residuals have one sign, or fewer than three are not zero.
+        A small value means that neighbours deviate in the same direction: the curve
+        misses a feature of the data. The residuals are sorted by x if x is one vector.
+        Otherwise they stay in the order of the points, and a complex number counts as its
+        two parts. The value is NaN if all residuals have one sign, or fewer than three
+        are not zero.
 
-        With a likelihood the residuals are quantiles of y, drawn at random
-        (with a fixed seed) between the probabilities of a smaller value and of one up to
-        y, which a likelihood of your own defines by `cdf`
+        With a likelihood the residuals are randomised quantiles of y. Each is drawn (with
+        a fixed seed) between the probability of a value below y and that of a value of at
+        most y. A likelihood of your own defines these by `cdf`
         ([`gnlin.authoring.AbstractElementwiseLoss`][]).
 
         ??? cite "Reference"

@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
 
 def _of_variables(bounds: Any) -> Any:
-    """Return the bounds of all variables, of which x has none."""
+    """Return the bounds of all variables. There are no bounds on x."""
     return None if bounds is None else tuple({"curve": b} for b in bounds)
 
 

@@ -1,4 +1,4 @@
-"""Whether neighbouring points deviate alike."""
+"""A test of whether neighbouring points deviate in the same direction."""
 
 import math
 

@@ -20,7 +20,7 @@ from ._undetermined import Totals
 
 
 class Fitted(NamedTuple):
-    """What the methods of a fit need to know of its end.
+    """The end of a fit, as its methods need it.
 
     - `parameters`: the free parameters.
     - `at_bound`: -1 if a parameter is held at its lower bound, 1 at its upper, else 0.
@@ -61,7 +61,7 @@ def as_fitted(
     """Return the end of a run, and the statistics by their names in `CurveFit`.
 
     - `slope`: the derivative of the loss by each parameter.
-    - `jacobian`: of the residuals, or its triangular factor.
+    - `jacobian`: the Jacobian of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
     - `concave`: the size of the loss's negative curvature, and the curve's Jacobian.
     """
@@ -155,16 +155,16 @@ def _robust_variance(totals: Totals, num_free: Scalar) -> Scalar:
 
 
 class Misfit(NamedTuple):
-    """The outputs at a point beside the data.
+    """The outputs at a point, compared with the data.
 
     - `outputs`, `residuals`: in units of sigma; with a likelihood in units in which the
         loss has the curvature 1, so that the residuals are Pearson's.
     - `pull`: the derivative of the loss by each output.
-    - `root`: the root of the loss's curvature. Where a robust loss is straight, it is
-        that of the parabola that touches it.
+    - `root`: the root of the loss's curvature. Where a robust loss has no curvature, it
+        is the root for the parabola that touches the loss.
     - `reduced`: `pull` divided by `root`.
     - `concave`: the size of the negative part of the curvature, for a likelihood whose
-        `root` is that of the positive part; else `None`.
+        `root` covers the positive part only; else `None`.
     """
 
     outputs: Float[Array, " m"]

@@ -17,9 +17,10 @@ from ._undetermined import Totals
 
 
 class Faults(NamedTuple):
-    """The points with each fault: how many there are, and the part and the place in it of
-    the first one. The faults are a missing x or y, an infinite y, a `sigma` that is not
-    positive, a curve and a derivative that are not finite."""
+    """For each kind of fault, the number of points that have it, and the first of them by
+    its part and its place in the part. The faults are a missing x or y, an infinite y, a
+    `sigma` that is not positive, a curve that is not finite, and a derivative that is not
+    finite."""
 
     number: Int[Array, " 5"]
     part: Int[Array, " 5"]
@@ -43,7 +44,7 @@ class Sums(NamedTuple):
     """Sums over the points.
 
     - `triangle`: as in `Expansion`.
-    - `loss`: the sum, and what rounding has left out of it.
+    - `loss`: the sum, and its accumulated rounding error.
     """
 
     triangle: Float[Array, "p+1 p+1"]
@@ -76,8 +77,8 @@ def added(
 ) -> Sums:
     """Add the points of a part, which has this number.
 
-    - `unweighted`: leave the weights of a robust loss out of the triangle, as standard
-        errors need it, and estimate the noise.
+    - `unweighted`: whether to leave the weights of a robust loss out of the triangle, as
+        standard errors require, and to estimate the noise.
     """
     leaves, structure = jax.tree.flatten((part.x, part.y, part.sigma))
     blocks = [leaf for leaf in leaves if jnp.ndim(leaf) > 0]
@@ -124,11 +125,11 @@ def _data(
         if jax.tree.structure(sigma) == jax.tree.structure(0):
             sigma = jax.tree.map(lambda _: sigma, y)
         errors = flat(jax.tree.map(broadcast, sigma, y)).astype(values.dtype)
-    values = jnp.where(jnp.isinf(errors), 0, values)  # left out, whatever it is
+    values = jnp.where(jnp.isinf(errors), 0, values)  # left out, whatever its y
     # Integers and booleans are never missing.
     is_unknown = _any_of([v != v for v in jax.tree.leaves(x)], size)
     is_missing = is_unknown | _by_point(jnp.isnan(values), y)
-    # A missing x is replaced by another's.
+    # A missing x is replaced by that of another point.
     is_used = (jnp.arange(size) < num_points) & ~is_unknown
     other = jnp.argmax(is_used)
     x = jax.tree.map(lambda v: jnp.where(_along(is_used, v), v, v[other]), x)
@@ -175,7 +176,7 @@ def _any_of(flags: list[Array], size: int) -> Bool[Array, " n"]:
 
 
 def _by_point(flags: Bool[Array, " m"], y: PyTree[Array]) -> Bool[Array, " n"]:
-    """Return the points of which an entry of the flattened y is marked."""
+    """Return the points that have a marked entry in the flattened y."""
     leaves = jax.tree.leaves(unflattened(flags.astype(float), y))
     return _any_of([leaf != 0 for leaf in leaves], len(leaves[0]))
 

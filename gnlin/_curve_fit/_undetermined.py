@@ -20,14 +20,15 @@ _ASKED = 0.1
 
 
 class Doubts(NamedTuple):
-    """What speaks against each parameter having an effect on the curve.
+    """Reasons to doubt that each parameter affects the curve.
 
     - `is_rounding`: whether a change by its whole value, or by its start, changes the
         residuals by less than their rounding.
-    - `asked`: whether its standard error exceeds a tenth of its value. The linearisation
-        then predicts a change of the size of the noise when it moves by its error and the
-        others are held; on a plateau there is none, which only the curve itself can tell.
-    - `steps`: that error.
+    - `asked`: whether its standard error exceeds a tenth of its value. If the parameter
+        moves by this error and the others are held, the linearisation predicts a change
+        of the size of the noise. On a plateau there is no change, which only the curve
+        itself shows.
+    - `steps`: this standard error.
     - `promised`: the norm of the change of the curve that the linearisation predicts.
     """
 
@@ -91,7 +92,7 @@ def seen(
     bounds: Any,
 ) -> Bool[Array, " k"]:
     """Whether each parameter affects the curve. The curve is evaluated only where the
-    linearisation leaves it open."""
+    linearisation does not tell."""
     everything = parameters, start, outputs, jacobian, totals, bounds
     everything = jax.lax.stop_gradient(everything)
     parameters, start, outputs, jacobian, totals, bounds = everything

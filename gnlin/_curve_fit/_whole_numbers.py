@@ -1,4 +1,4 @@
-"""Whole numbers in x, which reach a user's function as floats where that is possible."""
+"""Conversion of whole numbers in x to floats, where the user's function allows it."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from .._common._cost import inner_jaxprs
 
 
-# Operations that read whole numbers as such, although they accept floats when traced.
+# Operations that need whole numbers, although they accept floats when traced.
 _OF_WHOLE = {"random_seed", "random_wrap", "random_fold_in", "bitcast_convert_type"}
 
 
@@ -23,7 +23,8 @@ Dtypes = tuple[Any, ...]
 
 
 def whole_numbers(x: PyTree) -> tuple[int, ...]:
-    """Return the numbers of the leaves of x whose whole numbers fit into floats."""
+    """Return the indices of the leaves of x that hold whole numbers which fit into
+    floats."""
     real = jax.dtypes.canonicalize_dtype(float)
     leaves = enumerate(jax.tree.leaves(x))
     return tuple(k for k, leaf in leaves if _fits(leaf, real))
@@ -33,8 +34,8 @@ def with_floats(
     trace: Callable[[PyTree], Jaxpr], x: PyTree, whole: tuple[int, ...]
 ) -> Dtypes:
     """Return the dtypes with which a function is called: floats for the leaves `whole`,
-    whose sums and powers wrap as whole numbers (in `uint8`, 3 - 5 is 254). Leaves that
-    the function needs as whole numbers, such as indices, keep their dtypes.
+    because sums and powers of whole numbers wrap around (in `uint8`, 3 - 5 is 254).
+    Leaves that the function needs as whole numbers, such as indices, keep their dtypes.
 
     - `trace`: returns the function's program for these shapes and dtypes.
     """

@@ -91,7 +91,7 @@ _TEMPORARY_NAME = re.compile(_NAME.pattern + r"\.[0-9a-f]{32}\.tmp")
 
 
 class Fault(Exception):
-    """A fault of a checkpoint, as a predicate whose subject is the file."""
+    """A fault of a checkpoint. Its message is a predicate whose subject is the file."""
 
 
 def save(

@@ -94,14 +94,14 @@ def fit(
         arrays.
     - `batch_size`: the number of examples in a step, or `None` for all. Each epoch
         shuffles the examples and leaves out an incomplete last batch. For groups it is a
-        number, or a dictionary of numbers by name: each step draws that many examples of
-        a group, and counts as an epoch.
+        number, or a dictionary of numbers by name. Each step then draws that many
+        examples of a group, and counts as an epoch.
     - `epochs`, `steps`: the length of the run; give one of the two.
     - `key`: the key of shuffling, augmentation and dropout, by default
         `jax.random.key(0)`.
     - `validation`: validation data, in the form of `data`. They are evaluated in
-        inference mode, on the network and, if a linearisation is trained across batches,
-        on this too.
+        inference mode: on the network and, if a linearisation is trained across batches,
+        on the linearised model.
     - `validate_every`: the number of steps between validations; by default one epoch.
     - `metrics`: functions of `(outputs, targets)` of many examples, by name, such as
         [`gnlin.losses.accuracy`][]. Their means over the validation data enter the
@@ -260,13 +260,13 @@ def fit(
     outputs = all_checked(setting, parameters, state, stream.at_hand())
     carry = begin(setting, parameters, state, outputs)
     shardings = places(carry, stream.example)
-    if isinstance(stream, IterableStream):  # its batches keep their own
+    if isinstance(stream, IterableStream):  # its batches stay where they are
         shardings = shardings._replace(batch=())
     setting = setting._replace(places=shardings)
     evaluation = None
     if validation is not None:
         kept = solver.linearisation_point(carry.solver_state) is not None
-        linearised = kept and not by_optax  # one step does not leave the linearisation
+        linearised = kept and not by_optax  # with a period of 1 both are the same
         evaluation = Validation(setting, carry, validation, metrics, linearised)
     if augment is None:
         setting = with_shared_network(setting, parameters, stream)

@@ -32,7 +32,7 @@ from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 
 
-# A run on batches is judged by what it explains after so many epochs and steps.
+# After this many epochs and steps, a run on batches is judged by what it explains.
 _EPOCHS_JUDGED, _STEPS_JUDGED = 10, 100
 
 
@@ -142,7 +142,7 @@ class Run(AbstractRun):
         return [as_numpy(x) for x in arrays]
 
     def set_arrays(self, arrays: list[np.ndarray]) -> None:
-        """Return these parameters and state at the end instead of the last."""
+        """Make the run return these parameters and state instead of the last ones."""
         self._chosen = arrays
 
     #
@@ -237,7 +237,8 @@ class Run(AbstractRun):
         return whole
 
     def _inputs(self, batch: Batch) -> tuple:
-        """Return inputs of the compiled step, to show their structures and shapes."""
+        """Return arguments of the compiled step, as examples of their structures and
+        shapes."""
         return self._carry(), batch.arrays(0)
 
     def _record_step(self, now: Now, row: Array) -> None:
@@ -352,7 +353,8 @@ class Run(AbstractRun):
     #
 
     def table(self) -> np.ndarray:
-        """Return the history without a step of which some callbacks were not told."""
+        """Return the history, without the last step if some callbacks were not told of
+        it."""
         return self._rows.as_array()[: self.settled.now.step]
 
     def settings(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The saving of a run, and its resumption."""
+"""Saving and resuming a run."""
 
 import time
 import warnings
@@ -36,8 +36,8 @@ def described_run(
     model: PyTree,
     state: PyTree,
 ) -> dict[str, str]:
-    """Describe a run: what decides whether two runs are the same, and in words, to name
-    what differs.
+    """Describe a run. Some entries decide whether two runs are the same, and the others
+    say in words what differs.
 
     - `inputs`: the arguments of the first step.
     """

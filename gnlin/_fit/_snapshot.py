@@ -34,8 +34,8 @@ class Now(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The state of a run after all callbacks were told of all events, which checkpoints
-    save. It is replaced as a whole, so that an interruption cannot leave a mixture."""
+    """The state that a checkpoint saves, taken when all callbacks have been told of all
+    events. It is replaced as a whole, so that an interruption cannot leave a mixture."""
 
     now: Now
     result: optx.RESULTS
@@ -99,8 +99,8 @@ def _leaf(callback: int, leaf: int) -> str:
 
 
 class _OnDevice(NamedTuple):
-    """The numbers of a JAX array, or of a random key. They are placed by the run that is
-    resumed."""
+    """The numbers of a JAX array, or of a random key. The resumed run places them on its
+    devices."""
 
     numbers: np.ndarray
 

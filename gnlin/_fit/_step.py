@@ -45,7 +45,7 @@ def step(setting: StepSettings, carry: Carry, batch: tuple):
 
 
 def _next(setting: StepSettings, carry: Carry, batch: tuple):
-    """Make one step, as `step` does, of a run that goes on."""
+    """Make one step, as `step` does, of a run that has not ended."""
     size = setting.batch_size or 0
     wider = setting.curvature_batch_size or size
     data, order, (index, number) = batch
@@ -110,8 +110,9 @@ def with_shared_network(
     setting: StepSettings, parameters: PyTree, stream: Any
 ) -> StepSettings:
     """Return the settings with the network compared by what it computes, so that a model
-    whose functions are defined again is not compiled again. Batches of a loader may have
-    different shapes, and arrays on several devices keep the network as it is."""
+    whose functions are defined again is not compiled again. The network stays as it is
+    for a loader, whose batches may have different shapes, and for arrays on several
+    devices."""
     network, is_here = setting.network, setting.places.mesh is None
     known = isinstance(network, Network) and isinstance(stream, ArrayStream)
     if not (known and is_here):

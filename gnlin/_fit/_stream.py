@@ -100,7 +100,7 @@ class GroupStream(ArrayStream):
 
 
 class IterableStream:
-    """Batches of the user's: a list, a loader, or a function of the epoch.
+    """The user's batches: a list, a loader, or a function of the epoch.
 
     - `example`: the first batch.
     """

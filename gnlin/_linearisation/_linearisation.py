@@ -151,9 +151,9 @@ class Linearisation(eqx.Module):
         """Return the linearisation with its Jacobian in memory and with respect to the
         raveled parameters, and a function that unravels them. Loops over parameters
         compile and run faster for one array: with an MLP of 14 layers a first call takes
-        7 s and not 20, and twenty steps take 1.8 s and not 8.2. The parameters
-        keep their structure if they have several dtypes or are on several devices, if
-        there are bounds or a retraction, or if the Jacobian is more than a matrix."""
+        7 s instead of 20, and twenty steps take 1.8 s instead of 8.2. The parameters keep
+        their structure if they have several dtypes or are on several devices, if there
+        are bounds or a retraction, or if the Jacobian is more than a matrix."""
         leaves = jax.tree.leaves(self.point)
         alike = len(leaves) > 1 and len({x.dtype for x in leaves}) == 1
         plain = self.box is None and self.retraction is None and not is_sharded()
@@ -211,7 +211,7 @@ def linearise(
     - `fn`: `fn(y, args)` returning a pytree of floating-point arrays (the residuals, in
         least squares). A [`gnlin.PerExample`][] has a cheaper dense Jacobian.
     - `y`: the linearisation point, any pytree of floating-point arrays.
-    - `args`: passed on, not differentiated.
+    - `args`: the second argument of `fn`, which is not differentiated.
     - `jac`: the mode by which the dense Jacobian is made: `"fwd"` (forward) or `"bwd"`
         (reverse). By default the mode that takes fewer passes.
     - `memory_budget`: limit, in bytes, on the largest matrix made from the Jacobian.

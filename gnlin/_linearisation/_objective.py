@@ -54,7 +54,7 @@ class AbstractObjective(eqx.Module):
 
     @abc.abstractmethod
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
-        """Return by how much the objective falls, to rounding of the change."""
+        """Return the decrease of the objective, precise to rounding of the decrease."""
 
     @abc.abstractmethod
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
@@ -173,8 +173,8 @@ class BatchLoss(AbstractObjective):
         return self._reduce(jax.vmap(self.loss.value)(outputs, self.targets))
 
     def left_out(self, outputs: PyTree[Array]) -> Scalar:
-        """Return what the value leaves out of a negative log-likelihood, as a constant
-        log-likelihood of the targets."""
+        """Return the constant that the value leaves out of a negative log-likelihood: the
+        log-likelihood of the saturated model."""
         loss = self.loss
         if not isinstance(loss, AbstractElementwiseLoss):
             return jnp.zeros((), _tree.dtype(outputs))

@@ -35,13 +35,13 @@ class Quadratic(eqx.Module):
         return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
     def curvature_along(self, vector: PyTree[Array]) -> Scalar:
-        r"""Return $\lVert\phi v\rVert^2 / \lVert v\rVert^2$, and zero for zero."""
+        r"""Return $\lVert\phi v\rVert^2 / \lVert v\rVert^2$, or zero if v is zero."""
         norm = _tree.norm(vector)
         pushed = self.jacobian.mv(_tree.direction(vector, norm))
         return _tree.dot(pushed, pushed).astype(norm.dtype)
 
     def curvature_along_gradient(self) -> Scalar:
-        """Return the curvature along the gradient, and zero if it is zero."""
+        """Return the curvature along the gradient, or zero if the gradient is zero."""
         return self.curvature_along(self.gradient())
 
     def flat_residual(self) -> Float[Array, " m"]:

@@ -31,7 +31,7 @@ class AbstractRecognised(eqx.Module):
 
     @abc.abstractmethod
     def hoisted(self, y: PyTree[Array], args: Any) -> "AbstractRecognised":
-        """Return an equal function of which all arrays are leaves, also those that it
+        """Return an equal function whose arrays are all leaves, including those that it
         closes over. An enclosing transformation, such as `jax.grad`, sees leaves only."""
 
     def __call__(self, y: PyTree[Array], args: Any = None) -> PyTree[Array]:
@@ -139,7 +139,7 @@ def recognised(
         call = equation.params["call"]
         k = call.num_parameters
         taken, rest = equation.invars[:k], equation.invars[k:]
-        # What depends on the parameters is more than their function's `args`.
+        # An input that depends on the parameters is not one of the function's `args`.
         if taken == parameters and all(_is_known(x, values) for x in rest):
             known = [x.val if isinstance(x, Literal) else values[x] for x in rest]
             return call.posed([*leaves, *known])[1]

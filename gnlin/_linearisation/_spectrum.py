@@ -63,7 +63,7 @@ class Spectrum(eqx.Module):
 
     **Attributes:**
 
-    - `eigenvalues`: $w \ge 0$, the largest first, of which there are k = min(m, p), or m
+    - `eigenvalues`: $w \ge 0$, the largest first. There are k = min(m, p) of them, or m
         if only the kernel fits in the memory budget. Values indistinguishable from zero
         at working precision are exactly zero. All are NaN if the Jacobian is not finite.
     - `coefficients`: $U^\top r$, the residual in the kernel's eigenvectors.
@@ -142,7 +142,8 @@ class Spectrum(eqx.Module):
     def damped(self, damping: ScalarLike) -> "Spectrum":
         """Return the spectrum for a damped step, which also has faint eigenvalues: those
         between the usual and the largest size of rounding. If the damping is too small,
-        they are zero, because one that is rounding would make the step long."""
+        they are set to zero, because an eigenvalue that is only rounding would make the
+        step long."""
         if self._faint is None:
             return self
         faint, least = self._faint
@@ -151,7 +152,8 @@ class Spectrum(eqx.Module):
 
     def resolved(self) -> tuple["Spectrum", Bool[Array, ""]]:
         r"""Return the spectrum without eigenvalues below $\varepsilon^{1/2}$ of the
-        largest one, and whether their true values are zero (an SVD tells no more then).
+        largest one, and whether their true values are zero, in which case an SVD would
+        add nothing.
 
         Eigenvalues of a Gram matrix below that threshold are rounding errors; those above
         it have a relative error of at most $\varepsilon^{1/2}$. To test the small ones,
@@ -307,8 +309,8 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     u, s, sorted_vt = _small_svd.svd(phi[:, order])
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
     # |phi| |v| bounds the rounding error of phi v for each singular vector v. Times the
-    # square root of p it bounds phi v itself, so that a larger singular value is only
-    # rounding, as where v is on columns of zeros.
+    # square root of p it bounds phi v itself. A singular value above this bound is only
+    # rounding, for example if v lies on columns of zeros.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
     impossible = s > 2 * p**0.5 * sizes
 
@@ -357,7 +359,8 @@ def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> 
             faint,
         )
 
-    # Rounding was mostly about eps; the same network ends at 2e-4, and 2e-2 without.
+    # Rounding was mostly about eps. The same network ends at an error of 2e-4 with the
+    # faint values, and 2e-2 without.
     usual = float(jnp.finfo(v.dtype).eps)
     return above(_rounding(v), (above(usual), usual**2 * eigenvalues[0]))
 

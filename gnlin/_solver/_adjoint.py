@@ -70,7 +70,8 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
     A likelihood in [`gnlin.Residuals`][] is differentiated too. optimistix's class needs
     a sum of squares, and raises an error.
 
-    A function with forward mode only has derivatives by `jax.jacfwd` and `jax.jvp`.
+    If the function has forward mode only, differentiate the minimum by `jax.jacfwd` or
+    `jax.jvp`.
 
     In a direction that the data do not determine, such as a common shift of all poses of
     a graph, the derivative is zero. optimistix's class raises an error there.

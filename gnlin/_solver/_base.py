@@ -70,8 +70,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         pose, unless the function acts on each entry by itself. Retractions require a full
         batch and no bounds.
     - `verbose`: whether to print a line for each step, also within a compiled program. It
-        may be a function, which is called while the program is traced, as by solvers of
-        optimistix: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,
+        may be a function, which is called while the program is traced, as in optimistix's
+        solvers: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,
         with `gradient_norm`, `step_norm` and `damping`.
 
     !!! example
@@ -226,10 +226,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if same_examples:
             where = lin, here, no if detour is None else detour.is_on
             ended = verdict(self, objective, *where, update, step, state, loss)
-        elif detour is not None:  # Losses of other examples are no measure for it.
+        elif detour is not None:  # Losses of other examples cannot judge a detour.
             memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
-        # A run that has converged here takes no further step, and none leads to a point
-        # that is not finite.
+        # Stay here if the run has converged, or if the new point is not finite.
         over = ended.arrived & (num_steps > 0)
         stays, one = over | broken, jnp.where(over, 0, 1)
         report = Report(

@@ -14,12 +14,13 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 
 
-# The most faces that one step follows. More parameters are held many at a time, in at
-# most so many rounds.
+# The most faces that one step follows. With more parameters than that, many are held at a
+# time, in at most the second number of rounds.
 _MOST_FACES, _MOST_ROUNDS = 100, 10
 
 Again = Callable[[Linearisation], PyTree[Array]]
-"""A function that solves another linearised problem in the same way, for its step."""
+"""A function that solves another linearised problem in the same way and returns its
+step."""
 
 
 class _Path(NamedTuple):
@@ -105,7 +106,8 @@ def between_bounds(
         jams = predicted(one) >= predicted(other)
         if again is None:
             return _tree.where(jams, one, other)
-        # Many held at once may include some that the others, once held, would free.
+        # Some of the parameters that were held at once may be free once the others are
+        # held.
         return jax.lax.cond(jams, from_face_to_face, lambda: other)
 
     def from_face_to_face():
@@ -126,7 +128,8 @@ class _FlatPath(NamedTuple):
 def _walked(
     box: Box, point: PyTree[Array], step: PyTree[Array], inverse: Float[Array, "p p"]
 ) -> PyTree[Array]:
-    """Follow a step from face to face, to the damped problem's minimum on the last."""
+    """Follow a step from face to face, to the damped problem's minimum on the last
+    face."""
     target, unravel = _tree.ravel_pytree(step)
     y, lower, upper = (_tree.ravel_pytree(x)[0] for x in (point, box.lower, box.upper))
     low, high = lower - y, upper - y

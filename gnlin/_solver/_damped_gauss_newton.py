@@ -45,8 +45,8 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         a millionth of the largest a multiple of that norm. These three need the dense
         Jacobian. With `"marquardt"` and `"more"` the parameters' units do not matter.
     - `momentum`: $\mu$ below 1, as in SPRING: the damping is
-        $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that directions that one
-        batch or draw of points does not determine follow the last step.
+        $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that the step follows
+        the last one in directions that one batch or draw of points does not determine.
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form $\delta$
         minimises $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, and `scaling`
         must be `"identity"`.

@@ -104,8 +104,8 @@ class IterativeLinearisation(AbstractGaussNewton):
     **Arguments:**
 
     - `period`: K, a whole number of at least 1 or `math.inf`, also a traced scalar. (A
-        Python number is static: another one compiles again.) With an `optimiser` it may
-        be infinite on mini-batches only.
+        Python number is static: another one triggers a new compilation.) With an
+        `optimiser` it may be infinite on mini-batches only.
     - `learning_rate`: $\eta > 0$, a number or a traced scalar. Pass either this or an
         `optimiser`.
     - `momentum`: $\mu$ of heavy-ball momentum, at least 0 and less than 1. The velocity

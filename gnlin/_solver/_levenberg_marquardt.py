@@ -40,11 +40,12 @@ from ._state import Detour, Evaluate, State, Update
 from ._trials import TrialOutcome, Trials, try_dampings
 
 
-# The most that an exact step may cost before conjugate gradients that stop early replace
-# it: this many seconds or this multiple of their time, for squared error on all data and
-# on a sample, and for other losses, where exact steps add no accuracy. On samples they
-# do: for Poisson's equation in five dimensions, at points drawn for each step (320
-# residuals, 200 steps), the error is 1.6e-5 with exact steps and 3.6e-3 without.
+# The most that an exact step may cost, in seconds or as a multiple of the time of
+# conjugate gradients that stop early. A more expensive one is replaced by the latter. The
+# pairs are for squared error on all data, for squared error on a sample, and for other
+# losses. For these, exact steps add no accuracy. On samples they do: for Poisson's
+# equation in five dimensions, at points drawn for each step (320 residuals, 200 steps),
+# the error is 1.6e-5 with exact steps and 3.6e-3 without.
 _EXACT, _EXACT_OF_SAMPLE, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-2, 5.0), (2e-3, 2.0)
 # Between bounds the curvature is inverted if the parameters are at most this many times
 # as many as the residuals. Else a factorisation on each face takes fewer operations.
@@ -61,9 +62,9 @@ _TOLERANCE = 0.1
 # The most iterations of conjugate gradients on a full batch, if the tolerance is not
 # given. A classifier takes up to a hundred, until its loss is so small that single
 # precision resolves no step; then tens of thousands change nothing. An equation on a grid
-# of 64 x 64 points takes thousands. So for squared error the limit is this multiple of
-# the iterations of the last step that lowered the loss, if that is more, and at most the
-# last multiple of the number of parameters.
+# of 64 x 64 points takes thousands. So for squared error the limit is the second number
+# times the iterations of the last step that lowered the loss, if that is more, and at
+# most the third number times the number of parameters.
 _MOST_ON_ALL_DATA, _MORE_ITERATIONS, _MORE_OF_ALL = 300, 2, 10
 
 
@@ -84,13 +85,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
     filter, a product and an evaluation. Steps follow the curvature of the model's
     manifold to second order (geodesic acceleration), which greatly shortens the way
     through narrow valleys. A step is rejected if its correction is nearly as long. Where
-    progress is slow, some linearisations are off the way, on a detour
-    ([`gnlin.damping.LongestStep`][]).
+    progress is slow, some linearisations are made at points with a larger loss, on a
+    detour ([`gnlin.damping.LongestStep`][]).
 
     Across batches of n examples a step is pulled towards 0.8 n / (n + 2) times the last
-    step, so that directions that one batch does not determine follow the others. It is
-    halved until it lowers the loss of its own batch, and its effect on the next batch
-    adapts the length of the following steps.
+    step, so that in directions that one batch does not determine it follows earlier
+    batches. It is halved until it lowers the loss of its own batch, and its effect on the
+    next batch adapts the length of the following steps.
 
     **Arguments:**
 
@@ -110,10 +111,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
         per trial. By default it is added if the Jacobian is in memory, except with sparse
         factorisations, which would be repeated for it.
     - `tolerance`: the tolerance of conjugate gradients if the method is matrix-free, as
-        in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, with the
-        square root of the gradient's norm relative to the first as an upper limit, in at
-        most 300 iterations, or for squared error twice those of the last step. Across
-        batches the default is 0.01, in at most 20 iterations.
+        in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, or the
+        square root of the gradient's norm relative to the first one if that is smaller.
+        There are at most 300 iterations or, for squared error, twice those of the last
+        step if that is more. Across batches the default is 0.01, in at most 20
+        iterations.
     - `form`: the linearised problem for a loss other than squared error, as in
         [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
         acceleration.
@@ -333,8 +335,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> tuple[_Memory, AbstractSubproblem]:
         """Return the memory, and the subproblem with a tolerance for conjugate gradients.
         The tolerance falls with the gradient, for superlinear convergence (Nocedal and
-        Wright, 2006, section 7.1), but never rises: in a curved valley the gradient does
-        after each long step."""
+        Wright, 2006, section 7.1), but it never rises, although in a curved valley the
+        gradient does after each long step."""
         dtype = memory.tolerance.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
         first = jnp.where(memory.first_gradient < 0, gradient, memory.first_gradient)

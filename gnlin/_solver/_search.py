@@ -116,8 +116,8 @@ def searched(
     if isinstance(search, GridSearch):
         return search.along(objective, lin, evaluate, direction)
     zero = jnp.zeros((), _tree.dtype(lin.outputs))
-    # Steps are in the variables of the linearisation, as the gradient is, and not in
-    # those of the parameters, from which a retraction differs.
+    # Steps and gradient are in the variables of the linearisation, which differ from the
+    # parameters if there is a retraction.
     nowhere = _tree.zeros_like(direction)
     nowhere, gradient, zero = _tree.promoted((nowhere, gradient, zero))
     # Measure the loss from here: its differences are known better than its values.

@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and what a step returns."""
+"""The state that a run carries from step to step, and the result of a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -88,7 +88,7 @@ class Detour(eqx.Module):
 
 
 class State(eqx.Module):
-    # What the solver itself carries from one linearisation to the next
+    # The solver's own memory between linearisations
     memory: PyTree
     # Shown to the user
     report: Report
@@ -115,7 +115,7 @@ class State(eqx.Module):
         return dataclasses.replace(self, stride=stride)
 
     def after_part(self, stride: Stride, loss: Scalar, back: Bool[Array, ""]) -> "State":
-        """Return the state after a part of a step, with `back` if the last one was
+        """Return the state after a part of a step. `back` says whether the last step was
         undone."""
         undone = jnp.where(back, 1, 0)
         report, counts = self.report, self.counts

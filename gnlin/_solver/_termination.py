@@ -24,7 +24,7 @@ _NUM_PROBES = 8
 # A cosine below this multiple of eps^(1/3) counts as zero: the probes and the rounding of
 # the gradient allow no smaller one.
 _FLAT = 1.25
-# A change of the residual by this part of its norm is negligible. The part is as small
+# A change of the residual by this part of its norm is negligible. The part is no larger
 # in single precision, because a saturated unit may still recover.
 _UNSEEN = 1e-11
 # The largest cosine that may be rounding in any precision: single precision's eps^(1/3).
@@ -99,9 +99,9 @@ def verdict(
     small = _is_within(solver, atol, update.y, step, now, then)
     if update.problem is None and objective.is_quadratic and not update.searched:
         # A step also counts as small if the outputs' rounding hides its decrease. In
-        # single precision, a linear problem whose residuals vanish converges in three
-        # steps, and otherwise makes all that are allowed. Errors of single outputs are
-        # independent, so that the loss sees the root of their mean square.
+        # single precision, a linear problem whose residuals vanish then converges in
+        # three steps. Without this rule it makes all that are allowed. Errors of single
+        # outputs are independent, so that the loss sees the root of their mean square.
         zeros = objective.residual(_tree.zeros_like(here))
         outputs = jax.tree.map(jnp.subtract, then, zeros)
         size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
@@ -182,10 +182,11 @@ def has_arrived(
     The best change of parameter j alone changes the residual by $|g_j| / |\phi_j|$, with
     g the gradient and $\phi_j$ its column of the Jacobian. Divided by the residual's norm
     this is the cosine between the two (MINPACK's gtol), which has no units. In a valley
-    that follows no axis all cosines are small although the next step is not; so its
-    predicted decrease is tested in the same way, as half the square of a change of the
-    residual. Both changes must be at most `atol + max(rtol, 1.25 eps^(1/3)) |r|` or below
-    the rounding of the outputs. Rounding is no excuse if the loss has risen.
+    that follows no axis, all cosines are small although the next step is long. So the
+    predicted decrease of the next step is tested in the same way: it is half the square
+    of a change of the residual. Both changes must be at most
+    `atol + max(rtol, 1.25 eps^(1/3)) |r|` or below the rounding of the outputs. The
+    allowance for rounding holds only if the loss has not risen.
 
     **Arguments:**
 

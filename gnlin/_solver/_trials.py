@@ -28,8 +28,8 @@ _MAX_ACCELERATION = 0.75
 # second derivative that is not rounding, as a multiple of the outputs' rounding divided
 # by the square of that part.
 _PART, _ROUNDINGS = 0.1, 20
-# On a detour the loss may rise to 1 / eps of the loss divided by this number. Beyond, the
-# rounding of predictions exceeds a hundredth of the loss.
+# On a detour the loss may rise by at most its value divided by eps and by this number.
+# Beyond that, the rounding of predictions exceeds a hundredth of the loss.
 _FAR = 100
 # After this many trials the damping has outgrown all floating-point numbers.
 _MAX_TRIALS = 60
@@ -82,8 +82,8 @@ class _Known(NamedTuple):
     - `point_size`: the length of the point in the damped variables.
     - `rounding`: the rounding of the loss.
     - `least_second`: the rounding of the second derivative along a step.
-    - `loss`: the loss here.
-    - `before`: the same, or where a detour left.
+    - `loss`: the loss at the linearisation.
+    - `before`: the loss where the detour left, or `loss` if there is no detour.
     """
 
     attainable: Scalar

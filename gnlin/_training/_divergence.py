@@ -39,7 +39,8 @@ class Watch(eqx.Module):
     def look(self, y: PyTree[Array], loss: Scalar, factor: float) -> "Watch":
         """Return the watch after a further point, whose loss may be NaN."""
         better = loss < self.best
-        # A loss of zero, as of a batch whose targets are met, is no measure.
+        # A loss of zero, such as that of a batch whose targets are met, cannot be the
+        # unit.
         unset = (self.size == 0) & jnp.isfinite(loss)
         first = jnp.where(unset, loss, self.first)
         size = jnp.where(unset, jnp.abs(loss), self.size)

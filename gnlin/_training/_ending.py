@@ -24,12 +24,13 @@ _WORSE, _FAR_OFF = 2.0, 100.0
 # Across batches it has also risen if the mean of the last losses exceeds the first loss,
 # and more than this part of all pairs of an early and a late loss rise.
 _RISEN = 0.9
-# A run has lost what it had reached if the median loss of some tenth is less than this
-# part of the last tenth's, which is still more than the second part of the first loss.
+# A run has lost its progress if the median loss over some tenth of the steps is less than
+# this part of the median over the last tenth, and the latter is still more than the
+# second part of the first loss.
 _LOST, _SOLVED = 0.1, 0.01
 # A model explains little if its loss is more than this part of the best constant's.
 _UNEXPLAINED = 0.95
-# The part of the running variances that their initial value may be.
+# The largest part of the running variances that may still be their initial value.
 _INITIAL = 0.1
 _NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
@@ -72,7 +73,7 @@ def group_not_finite(row: Mapping[str, float]) -> str:
 def after_full_batch(
     rows: Mapping[str, np.ndarray], last: float, *, converged: bool
 ) -> str:
-    """Return what is to be doubted about a run of `gnlin.solve`, in a sentence; or "".
+    """Return a sentence with a doubt about a run of `gnlin.solve`, or "".
 
     - `rows`: the history.
     - `last`: the loss at the end.
@@ -102,7 +103,7 @@ def after_full_batch(
 
 
 def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
-    """Return what is to be doubted about a run of `gnlin.fit`, in a sentence; or "".
+    """Return a sentence with a doubt about a run of `gnlin.fit`, or "".
 
     - `rows`: the history.
     """
@@ -122,7 +123,7 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
     size = max(some, len(losses) // 10)
     parts = losses[-(len(losses) // size * size) :].reshape(-1, size)
     *between, end = np.median(parts, axis=1)
-    # A loss of zero, as of a batch whose targets are met, is no measure.
+    # A loss of zero, such as that of a batch whose targets are met, cannot be the unit.
     first = float(next((loss for loss in losses if loss != 0), 0.0))
     last = float(np.mean(late))
     best = min(between, default=end)
@@ -145,7 +146,7 @@ def explains_little(driver: str, loss: Any, data: tuple, last: float, remedy: st
 
     - `loss`: with its reduction.
     - `last`: its value for all examples.
-    - `remedy`: what else to do than to standardise the data.
+    - `remedy`: what to do instead of standardising the data.
     """
     _, targets, weights = data
     leaves = jax.tree.leaves(targets)
@@ -178,8 +179,8 @@ def of_statistics(model: PyTree, state: PyTree) -> str:
     """Return a sentence if the statistics of batch normalisation still depend on their
     initial values, or "".
 
-    Equinox's running variances start at 1, whose weight after t steps is `momentum**t`.
-    Second-order runs are short, so that this can be most of them.
+    Equinox's running variances start at 1. The weight of this value after t steps is
+    `momentum**t`, which is large after the few steps of a second-order run.
     """
     if not isinstance(state, eqx.nn.State):
         return ""

@@ -19,11 +19,11 @@ from ._solution import columns_of
 from ._step import advanced, begin, Carry, checked_outputs, Shapes, StepSettings
 
 
-# Rows of the history that are allocated: the fewest, the factor between two numbers of
-# rows, of which each compiles a program of its own, and the most at a time.
+# Numbers of history rows that are allocated: the fewest, the factor from one number to
+# the next (each compiles a program of its own), and the most at a time.
 _FEWEST_ROWS, _MORE_ROWS, _MOST_ROWS = 1024, 4, 4096
-# Up to these numbers of parameters times examples, steps are fast, and a run takes less
-# time than its compilation.
+# Limits on the number of parameters times examples. Up to the first one, steps are fast.
+# Up to the second one, a run takes less time than its compilation.
 _SMALL, _SHORT = 2**17, 2**21
 # Steps of the first call of the program, and the factor by which this number grows as
 # long as a call takes less than `_SECONDS`. Ctrl-C is noticed between calls.
@@ -31,15 +31,16 @@ _FIRST_STEPS, _GROWTH, _SECONDS = 1, 8, 0.5
 
 
 class Most(NamedTuple):
-    """The most steps of a run inside a compiled program, which may be traced, and the
-    rows of its history."""
+    """The maximum number of steps of a run inside a compiled program, which may be
+    traced, and the number of rows of its history."""
 
     num_steps: int | Int[Array, ""]
     num_rows: int
 
 
 def rows_for(max_steps: int) -> int:
-    """Return a number of rows for so many steps, which is the same for similar ones."""
+    """Return the number of rows to allocate, which is the same for similar
+    `max_steps`."""
     num_rows = _FEWEST_ROWS
     while num_rows < max_steps:
         num_rows *= _MORE_ROWS
@@ -157,8 +158,8 @@ def _all_steps(
     shapes of the outputs, or from `now = (parameters, model state)`."""
     num_rows, history, _ = sizes
     inputs, places = data[0], setting.places
-    # Inside the program, so that the model is traced for its shapes once per compilation:
-    # this can take longer than a run.
+    # These lines are inside the program, so that the model is traced for its shapes only
+    # once per compilation. The tracing can take longer than a run.
     begins = not isinstance(now, _Now)
     parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
     if outputs is None:

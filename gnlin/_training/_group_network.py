@@ -1,5 +1,5 @@
 """Groups of residuals as a function of the model's parameters, and a check of the rows of
-these that an example reads."""
+parameters that an example reads."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -41,7 +41,7 @@ class Frozen(eqx.Module):
     of_state: tuple[Any, ...] = eqx.field(static=True, default=())
     # Which leaves of the model are trained
     trained: tuple[bool, ...] = eqx.field(static=True, default=())
-    # What functions read from outside, so that another value compiles a new program
+    # Values that functions read from outside; another value compiles a new program
     read: tuple = eqx.field(static=True, default=())
 
     def with_parameters(self, parameters: PyTree) -> PyTree:

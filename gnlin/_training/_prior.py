@@ -38,7 +38,7 @@ class Prior(eqx.Module):
     ) -> "Prior":
         """Return the prior beside a reduced loss of all data.
 
-        - `share`: how many of the examples a batch has, as a part of all.
+        - `share`: the fraction of all examples that a batch has.
         """
         check_scalar("prior", deviation)
         check_finite_positive("prior", deviation)
@@ -65,7 +65,8 @@ class Prior(eqx.Module):
 def function_beside(
     prior: Prior | None, fn: Callable[[Any, Any], Any], has_state: bool = False
 ) -> Callable[[Any, Any], Any]:
-    """Return a function of the data's outputs, and of the prior's if there is one."""
+    """Return a function that computes the data's outputs, and the prior's if there is
+    one."""
     return fn if prior is None else WithPrior(fn, has_state)
 
 

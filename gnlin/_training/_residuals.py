@@ -51,13 +51,13 @@ class Residuals(AbstractRecognised):
     - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
         arrays. It may differentiate the model with respect to its input.
     - `data`: the examples, a pytree of arrays with a leading axis over examples; a data
-        frame is a dictionary of its columns. They get at least the parameters'
-        precision, which derivatives by them have. In
-        [`gnlin.fit`][], it may be a function `points(key)` that draws such arrays for
-        each step, by `jax.random`: it is compiled, so NumPy's generators would return
-        the same points in each step. Without data, `fn` returns all residuals at once:
-        it is called as `fn(y, args)` with optimistix's `args`, or with `args=None`
-        elsewhere, where it is a function of the model alone, such as a penalty.
+        frame is a dictionary of its columns. They are converted to at least the
+        parameters' precision, for derivatives with respect to them. In [`gnlin.fit`][],
+        `data` may be a function `points(key)` that draws such arrays for each step, by
+        `jax.random`: it is compiled, so NumPy's generators would return the same points
+        in each step. Without data, `fn` returns all residuals at once: it is called as
+        `fn(y, args)` with optimistix's `args`, or with `args=None` elsewhere, where it is
+        a function of the model alone, such as a penalty.
     - `weight`: the weight of the group, finite and not negative; for example, a volume
         divided by the number of points.
     - `loss`: the loss of the residuals, [`gnlin.SquaredError`][] by default. It may be
@@ -347,8 +347,8 @@ def of_groups(
 
 
 def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:
-    """Whether what a sampler draws may differ between keys. One that calls NumPy's
-    generators does so only while it is compiled."""
+    """Whether the points that a sampler draws may depend on the key. A sampler that calls
+    NumPy's generators draws only while it is compiled."""
     closed = jax.make_jaxpr(sampler)(jax.random.key(0))
     (key,) = closed.jaxpr.invars
     read = [closed.jaxpr.outvars, *(each.invars for each in closed.jaxpr.eqns)]
@@ -356,7 +356,8 @@ def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:
 
 
 def _wide(dtype: Any, data: PyTree) -> PyTree:
-    """Give points at least the parameters' precision, which derivatives by them have."""
+    """Convert points to at least the parameters' precision, for derivatives with respect
+    to the points."""
 
     def each(x: Any) -> Any:
         is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)

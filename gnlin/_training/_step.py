@@ -123,7 +123,8 @@ def checked_outputs(
     def leading(x, like):
         return x if x.shape == like.shape else x[: len(like)]
 
-    # As many targets as are drawn; but those are traced, and these have values to check.
+    # Take as many targets as are drawn. The drawn ones are traced, and these have values
+    # that can be checked.
     targets = jax.tree.map(leading, example[1], drawn)
 
     def forward(parameters, inputs, state):

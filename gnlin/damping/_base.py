@@ -1,4 +1,4 @@
-"""What a rule for the damping is, and what it is told of a trial."""
+"""The interface of rules for the damping, and the trial that a rule judges."""
 
 import abc
 import math

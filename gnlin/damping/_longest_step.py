@@ -43,14 +43,16 @@ _GROWTH, _SHORT = 3.0, 1e-3
 # geometric mean than without detours, and by 1.9 with a part of 0.3. Two to six steps
 # make no difference.
 _SLOW, _WORTH = 0.6, 3
-# The damping of a detour is divided by its boldness, which begins at the first number and
-# is multiplied by the others after a detour that came back, one that was lost, and a slow
-# step without one. Below the last number no detour is tried. On a network for the heat
-# equation it rises to thousands. A first number of 16 makes no difference.
+# The damping of a detour is divided by its boldness, which begins at the first number. It
+# is multiplied by the next three after a detour that came back, after one that was lost,
+# and after a slow step without one. Below the last number no detour is tried. On a
+# network for the heat equation it rises to thousands. A first number of 16 makes no
+# difference.
 _BOLD, _BOLDER, _LESS_BOLD, _RECOVERS, _TIMID = 4.0, 2.0, 0.25, 1.1, 2.0
 _BOLDEST = 1e8
-# A detour is lost after this number of failing trials, which try two thousand times the
-# first damping. Without such a limit the damping of the run itself would be lost, too.
+# A detour is lost after this number of failing trials, in which the damping grows to two
+# thousand times the first one. Without such a limit the damping of the run itself would
+# be lost, too.
 _MOST_ON_DETOUR = 4
 
 
@@ -77,8 +79,9 @@ class LongestStep(AbstractFromFirst):
     and so on, until the trials change from accepted to failing or the reverse. It then
     bisects the interval, in logarithms, until its ends are within a factor of 1.5. A step
     is at most three times as long as the last one, or a thousandth of the point if that
-    is longer. After a longer one the damping grows at once by as much as the step was too
-    long, and a step of at least two thirds of this length ends the search.
+    is longer. After a longer step the damping grows by at least the factor by which the
+    step was too long. A step of at least two thirds of the longest length ends the
+    search.
 
     For a step with 99 % of the undamped step's predicted decrease $0.3\,\rho$ suffices:
     such steps lie in long valleys, where predictions are too optimistic.

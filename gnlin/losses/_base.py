@@ -32,8 +32,8 @@ class AbstractLoss(eqx.Module):
     factorised for each example with c outputs. To avoid this, define `gradient` and
     `factor` in closed form, or subclass [`gnlin.authoring.AbstractElementwiseLoss`][] if
     the loss is a sum over outputs. If the loss is not convex, negative curvature is
-    replaced by zero. A loss of straight pieces, such as the absolute error, has no
-    curvature, and needs rounded kinks.
+    replaced by zero. A piecewise linear loss, such as the absolute error, has no
+    curvature: round its kinks.
 
     **Attributes:**
 
@@ -146,7 +146,7 @@ class AbstractElementwiseLoss(AbstractLoss):
         ```
     """
 
-    # What the targets are, and their least and their largest value, if there are such
+    # The name of the targets, and their smallest and largest valid value; or None
     _targets: ClassVar[tuple[str, float, float] | None] = None
 
     @abc.abstractmethod
@@ -164,20 +164,21 @@ class AbstractElementwiseLoss(AbstractLoss):
         return jnp.where(convex, jnp.sqrt(jnp.where(convex, curvature, 1)), 0)
 
     def saturated(self, target: Array) -> Array:
-        """Return what the loss leaves out of a negative log-likelihood: for each target,
-        the log-likelihood of the saturated model, whose outputs are the best ones."""
+        """Return the term that the loss leaves out of a negative log-likelihood: for each
+        target, the log-likelihood of the saturated model, whose outputs fit the targets
+        best."""
         return jnp.zeros_like(target)
 
     def mean(self, output: Array) -> Array:
-        """Return the expected target of each output, in whose units a fit is drawn."""
+        """Return the expected target of each output. A plot of a fit has its units."""
         return output
 
     def cdf(
         self, output: np.ndarray, target: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the probabilities of a value below each target, and of one up to it; for
-        a censored value, the ends of the range of the second. Without this method a fit
-        has no runs test."""
+        """Return the probabilities of a value below each target, and of a value of at
+        most the target; for a censored value, the bounds on the latter. Without this
+        method a fit has no runs test."""
         raise NotImplementedError
 
     @property
@@ -209,13 +210,14 @@ def cdf_of_counts(counts: Any, target: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def xlogx(x: Array) -> Array:
-    """Return x log x. Its slope at zero is infinite, and would make others NaN: there it
-    is taken as 0, so that it cancels between a loss and what the loss leaves out."""
+    """Return x log x. Its slope at zero is infinite, and would make other derivatives
+    NaN. It is taken as 0 there, because it cancels between a loss and the term that the
+    loss leaves out."""
     return xlogy(x, jnp.where(x > 0, x, 1))
 
 
 def stirling_rest(number: Array) -> Array:
-    """Return what Stirling's n log n - n leaves out of log n!, without cancellation."""
+    """Return log n! minus Stirling's approximation n log n - n, without cancellation."""
     is_large = number > 10
     large, small = jnp.where(is_large, number, 10), jnp.where(is_large, 1, number)
     rest = 1 / (12 * large) - 1 / (360 * large**3) + 1 / (1260 * large**5)
@@ -240,7 +242,7 @@ def total_of_each(
 
 
 def with_reduction(loss: AbstractLoss, reduction: Reduction) -> AbstractLoss:
-    """Return a loss with another reduction, also if it has its own `__init__` or a static
+    """Return a loss with another reduction, even if it has its own `__init__` or a static
     field."""
     loss = copy.copy(loss)
     object.__setattr__(loss, "reduction", reduction)  # a module is frozen

@@ -207,8 +207,8 @@ def _value(odds: Array, successes: Array, failures: Array) -> Array:
 
 
 def _least(number: Array, others: Array) -> Array:
-    """Return -a log(a / (a + b)), also if one is much larger than the other. The slope at
-    a = 0 is that of a log(a + b), as with `xlogx`."""
+    """Return -a log(a / (a + b)), precise even if one is much larger than the other. The
+    slope at a = 0 is taken as that of a log(a + b), as in `xlogx`."""
     some = number > 0
     near = jnp.log1p(others / jnp.where(some, number, 1))
     return number * jnp.where(some, near, jnp.log(jnp.where(others > 0, others, 1)))

@@ -136,9 +136,9 @@ class Huber(AbstractRobust):
 
     - `delta`: $\delta > 0$, in the outputs' units.
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
-    - `reweighted`: this part, between 0 and 1. With 1 no step raises the loss of a linear
-        problem, and the first steps go far, but the last ones converge slowly. With 0
-        outliers have no curvature.
+    - `reweighted`: the part of this weight, between 0 and 1. With 1 no step raises the
+        loss of a linear problem, and the first steps go far, but the last ones converge
+        slowly. With 0 outliers have no curvature.
 
     ??? cite "Reference"
 

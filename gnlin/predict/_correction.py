@@ -1,4 +1,4 @@
-"""What one more Gauss-Newton step would change: an estimate of the error."""
+"""The change that one more Gauss-Newton step would make: an estimate of the error."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,14 +58,14 @@ def correction(
     The undamped Gauss-Newton step $\delta = -\phi^+ r$ leads to the parameters at which
     the linearised model has the smallest residuals. To first order, the outputs' change
     $\phi_*\delta$ along the step is their error with the opposite sign. So its size
-    estimates the error, and the outputs with the change are mostly more accurate by some
-    digits.
+    estimates the error, and outputs to which it is added are usually more accurate by
+    some digits.
 
     Pass residuals at twice as many points as for the training, and at more points than
     there are parameters, because the residuals may be larger between the points of the
-    training. At a singularity of the solution it takes still more points. The estimate is
-    too small if the step leaves most of the residuals, as for a network that is too small
-    for the solution; then there is a warning. There is another one if the network jumps
+    training. A singularity of the solution needs still more points. The estimate is too
+    small if the step leaves most of the residuals, as for a network that is too small for
+    the solution; then there is a warning. There is another one if the network jumps
     between the points of its training: residuals at the points are then tiny, and large
     elsewhere, and the estimate may be far off. For noisy data there is no estimate, since
     the undamped step fits the noise.
@@ -76,7 +76,8 @@ def correction(
         losses need not be compared.
     - `groups`: the groups of residuals, as for [`gnlin.solve`][], at more points.
     - `filter_spec`: the parameters that were trained, as for [`gnlin.solve`][]. By
-        default a solution tells them, and a model counts as trained as a whole.
+        default these are the parameters of the solution that were trained, or all
+        parameters if a model is passed.
     - `method`: the way to compute the step, as in [`gnlin.GaussNewton`][]. Singular
         values (`"svd"`) are the most accurate. `"eigh"` takes less time for thousands of
         parameters, but does not see errors below about $10^{-7}$ of the outputs.
@@ -176,7 +177,8 @@ def _step(
 
 
 class Correction(eqx.Module):
-    """What one more Gauss-Newton step would change, from [`gnlin.predict.correction`][].
+    """The change that one more Gauss-Newton step would make, from
+    [`gnlin.predict.correction`][].
 
     **Attributes:**
 
@@ -214,8 +216,8 @@ class Correction(eqx.Module):
         return _changes(self, self._checked(outputs), as_inputs(inputs))
 
     def corrected(self, x: PyTree[ArrayLike], outputs: Outputs | None = None) -> Any:
-        """Return the outputs at one input, with their change. It is a function that JAX
-        differentiates, and maps over inputs: `jax.vmap(correction.corrected)(inputs)`.
+        """Return the corrected outputs at one input. JAX can differentiate this function,
+        and map it over inputs: `jax.vmap(correction.corrected)(inputs)`.
 
         The arguments are as for a call, but for one input.
         """

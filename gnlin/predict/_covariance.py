@@ -76,13 +76,14 @@ def covariance(
     $\bigl(\sum_g w_g\,\phi_g^\top H_g\,\phi_g\bigr)^{-1}$, with $H_g$ the second
     derivatives of the loss of group g, or zero where they are negative. For squared error
     and weights that are inverse variances, and for negative log-likelihoods, these are
-    the usual standard errors. A fit of one curve has more in [`gnlin.curve_fit`][], such
-    as profiles; the uncertainty of a network's outputs is that of
+    the usual standard errors. For a fit of one curve, [`gnlin.curve_fit`][] has more,
+    such as profiles. For the uncertainty of a network's outputs, use
     [`gnlin.predict.posterior`][].
 
-    What the residuals do not determine has an infinite error, such as the places of poses
-    of which only differences were measured. Functions of the parameters that they do
-    determine, such as a distance between two poses, have finite errors still.
+    A parameter that the residuals do not determine has an infinite error, such as the
+    place of a pose if only differences between poses were measured. A function of the
+    parameters that they do determine, such as the distance between two poses, still has a
+    finite error.
 
     **Arguments:**
 
@@ -94,8 +95,8 @@ def covariance(
         examples counts, whatever its `reduction`.
     - `absolute_sigma`: whether the weights are inverse variances. If not, the covariance
         is multiplied by $2L/(m - k)$, with L the loss, m the number of residuals of
-        positive weight, and k the number of parameters that they determine. Only for
-        squared error, without a prior.
+        positive weight, and k the number of parameters that they determine. This works
+        only for squared error, without a prior.
     - `retraction`: as in [`gnlin.LevenbergMarquardt`][], for rotations and poses. Errors
         are then those of the step from the minimum.
     - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. By default these
@@ -357,7 +358,7 @@ class ParameterCovariance(eqx.Module):
     @property
     def standard_errors(self) -> PyTree[Array]:
         """The standard error of each parameter, in the structure of the parameters, with
-        `None` for what is not one. It is infinite if the residuals do not determine the
+        `None` for other leaves. It is infinite if the residuals do not determine the
         parameter, and zero for an entry of a step that the retraction does not use.
 
         **Raises:** `ValueError` for sparse residuals of more than 2,000 parameters, or if

@@ -28,8 +28,8 @@ _WORTH, _SECONDS = 10.0, 1.0
 # Seconds for each operation of the orthogonal factorisation before the singular values,
 # measured as 47 s for 66,561 x 400 numbers (jax 0.10, on a CPU): 100 times a product's.
 _ORTHOGONALISED = 1e-9
-# Singular values below this multiple of eps times the largest count as zero. LAPACK
-# returned at most 0.8 for repeated examples, 14 to 200 of them.
+# Singular values below this multiple of eps times the largest count as zero. For 14 to
+# 200 repeated examples, the multiple that LAPACK returned was at most 0.8.
 _ZERO = 2.0
 # Multiple of the rounding at which a filter is evaluated to see how it treats eigenvalues
 # next to zero. At zero itself a pseudo-inverse would be 0.
@@ -57,8 +57,8 @@ class Eigenbasis(eqx.Module):
     - `vectors`: $U$, m x m, or $V$, p x k.
     - `rounding`: the error of the eigenvalues that are close to zero.
     - `residual`: $r$, or `None` if only the leading eigenpairs are known. Eigenvectors
-        have no derivatives where eigenvalues are equal, as those that are zero; what
-        follows from all eigenpairs has, and is then differentiated by its formula.
+        have no derivatives where eigenvalues are equal, for example zero. Results that
+        follow from all eigenpairs do, and are then differentiated by their formula.
     """
 
     eigenvalues: Float[Array, " k"]
@@ -71,7 +71,7 @@ class Eigenbasis(eqx.Module):
     on_outputs: bool = eqx.field(static=True)
     residual: Float[Array, " m"] | None = None
 
-    moves: ClassVar[bool] = True  # whether the posterior's mean is not the model's output
+    moves: ClassVar[bool] = True  # whether the mean differs from the model's output
 
     @staticmethod
     def fits(jacobian: AbstractJacobian) -> bool:
@@ -117,7 +117,7 @@ class Eigenbasis(eqx.Module):
 
     def filtered(self, filter: Filter) -> Float[Array, " k"]:
         """Return -g(w) c. Eigenvalues that are only rounding are left out if the filter
-        would not treat them like zero, as is so for gradient flow of infinite time."""
+        would not treat them like zero, as with gradient flow of infinite time."""
         w = self.eigenvalues
         g = filter(jnp.concatenate([_NEXT_TO_ZERO * self.rounding[None], w]))
         same_as_zero = g[0] * self.rounding <= 1

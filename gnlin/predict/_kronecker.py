@@ -65,7 +65,7 @@ class Factors(eqx.Module):
 class Kronecker(eqx.Module):
     r"""Eigenpairs of a curvature of Kronecker products, in place of an `Eigenbasis`.
 
-    They do not move the mean: the model is where it was trained.
+    The posterior's mean is then the output of the trained model.
 
     - `squared_residual`, `squared_distance`: the squared norms of the residual, and of
         the parameters relative to the mean of the prior.

@@ -42,7 +42,7 @@ from ._linearised import check_finite, LinearisedModel
 
 
 _NO_LIMIT = (
-    "Training converges to no minimum that was found, as with separable classes: pass a "
+    "No minimum was found to which training converges, as with separable classes: pass a "
     "finite number, or add `damping`."
 )
 # A placeholder for the number of steps, on which the setup does not depend.

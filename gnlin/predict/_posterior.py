@@ -23,7 +23,7 @@ from ._linearised import check_finite, LinearisedModel
 from ._trust import warn_of_data_counted_twice, warn_of_rounding, warn_of_slope
 
 
-# The search for the damping of most evidence: points of a grid, the number of its
+# The search for the damping of the largest evidence: points of a grid, the number of its
 # refinements, and its upper end as a multiple of the largest eigenvalue.
 _TRIED, _ROUNDS, _BEYOND = 65, 5, 1e4
 
@@ -76,8 +76,8 @@ def posterior(
     - `about`: a model whose parameters are the prior's mean. By default the mean is zero
         after training with a prior, and for another loss; else it is `model`. For a
         trained `model`, pass the model before training: a prior about parameters that
-        were fitted to the data would count the data twice. For a solution that was
-        trained without a prior, this warns.
+        were fitted to the data would count the data twice. There is a warning for a
+        solution that was trained without a prior.
     - `loss`: the loss of one example. Its sum over the examples is the negative
         log-likelihood, whatever its `reduction`.
     - `curvature`: `"full"` is exact. For large networks there are two approximations. A
@@ -316,8 +316,8 @@ class Posterior(eqx.Module):
         return of_each * jnp.sum(counts).astype(dtype), of_each * jnp.sum(logs)
 
     def tuned(self) -> "Posterior":
-        """Return the posterior with the noise and prior of most evidence; for losses
-        other than squared error, with the prior of most evidence.
+        """Return the posterior with the noise and prior of the largest evidence; for
+        losses other than squared error, with the prior of the largest evidence.
 
         For each damping the best scale of both is known,
         $s^2 = r^\\top(\\Theta + \\lambda I)^{-1} r / m$. The damping is found on a grid
@@ -337,11 +337,12 @@ class Posterior(eqx.Module):
 
     @property
     def _moves(self) -> bool:
-        """Whether the mean is not the model's output."""
+        """Whether the mean differs from the model's output."""
         return self._is_quadratic and self._basis.moves
 
     def _scaled(self) -> "Posterior":
-        """Return the posterior with the same damping and the scale of most evidence."""
+        """Return the posterior with the same damping and the scale of the largest
+        evidence."""
         if not self._is_quadratic:
             return self
         scale = jnp.sqrt(self._basis.misfit(self.damping) / self._counted()[0])

@@ -11,10 +11,10 @@ from .._common import _tree
 from .._common._checks import is_traced
 
 
-# A prediction warns if the model is farther from the minimum, in standard deviations of
-# the posterior; no output is off by more of its own. Measured on 150 points and 522
-# parameters: 1e-5 if trained with the prior, 0.2 after the prior was tuned, 3 to 40 if
-# trained without it.
+# A prediction warns if the model is farther than this from the minimum, in standard
+# deviations of the posterior. No output is off by more than that many of its own.
+# Measured on 150 points and 522 parameters: 1e-5 if trained with the prior, 0.2 after the
+# prior was tuned, 3 to 40 if trained without it.
 _AT_MINIMUM = 1.0
 
 
@@ -64,7 +64,7 @@ def warn_of_slope(posterior: Any, stacklevel: int) -> None:
 def _distance(posterior: Any) -> Scalar:
     r"""Return the length of a Newton step in standard deviations of the posterior,
     $\sqrt{g^\top H^{-1} g}$ with the gradient and curvature of loss plus prior. No output
-    moves by more of its own standard deviations."""
+    moves by more than this many of its own standard deviations."""
     damping = posterior.damping
     slope = _tree.axpy(damping, posterior._linearised.moved(), posterior._slope)
     return jnp.sqrt(posterior._basis.inverse_norm(slope, damping) / damping) / (
