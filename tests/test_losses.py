@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 import optax
 import optimistix as optx
 import pytest
+import scipy.optimize
 import scipy.special
 from jax.flatten_util import ravel_pytree
 from problems import each_once, equations, num_compiled, numbers
@@ -1226,6 +1228,7 @@ def test_redescending_losses(name):
 
 @pytest.mark.parametrize("name", [*FORGETTING, "huber", "pseudo-huber", "log-cosh"])
 def test_the_curvature_of_steps_is_at_least_a_part_of_the_weight(name):
+    """... of iteratively reweighted least squares."""
     kinds = {name: kind for name, (kind, _) in FORGETTING.items()}
     kinds |= {
         "huber": gnlin.losses.Huber,
@@ -1242,6 +1245,33 @@ def test_the_curvature_of_steps_is_at_least_a_part_of_the_weight(name):
     np.testing.assert_array_equal(
         kinds[name](0.75).root(*here), kinds[name](0.75, reweighted=0.05).root(*here)
     )
+
+
+def test_the_first_steps_are_reweighted_and_the_last_ones_are_newtons():
+    """From a start with large residuals, a line is fitted by reweighted steps until these
+    are slow; then the part of the weights is halved at each step."""
+    x = np.linspace(0.0, 1.0, 40)
+    y = 2 + 3 * x + 0.1 * np.random.default_rng(0).normal(size=40)
+    y[::7] += 30.0
+    line = lambda p, _: p[0] + p[1] * x - y
+
+    def run(max_steps, **options):
+        group = gnlin.Residuals(line, loss=gnlin.losses.Huber(0.1, **options))
+        start, solver = jnp.array([1e3, -1e3]), gnlin.GaussNewton(search=None)
+        return gnlin.solve(start, group, solver, max_steps=max_steps, throw=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        ours, first = run(60), run(4, reweighted=1)
+    np.testing.assert_allclose(ours.history.loss[:4], first.history.loss, rtol=1e-9)
+    assert ours.result == optx.RESULTS.successful
+    known = scipy.optimize.minimize(
+        lambda p: np.sum(scipy.special.huber(0.1, line(p, None))),
+        np.array([2.0, 3.0]),
+        method="Nelder-Mead",
+        options={"xatol": 1e-9, "fatol": 1e-13},
+    )
+    np.testing.assert_allclose(ours.loss, known.fun, rtol=1e-9)
 
 
 def test_an_outlier_whose_square_overflows():

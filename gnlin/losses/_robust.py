@@ -19,9 +19,9 @@ from .._common._checks import (
 from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 
 
-# The part of the weights that is left for the last steps. A bundle adjustment of 12
-# cameras with 5 % outliers and Huber's loss converges in 51 steps with 0.05 throughout,
-# in 70 with 0.02, in 92 with 0.2, and not in 256 with 0 or with 1.
+# The part of the weights in the last steps, and across batches. Eight runs of a bundle
+# adjustment with outliers take 337 steps in all, and as many with 0.02; 417 with 0.1, and
+# three do not converge with 0.
 LEAST_PART = 0.05
 
 
@@ -128,17 +128,17 @@ class Huber(AbstractRobust):
     r"""$\frac12 r^2$ up to $|r| = \delta$, and $\delta(|r| - \frac12\delta)$ beyond, with
     $r = f - y$.
 
-    The curvature of steps is $\rho''(r)$, or a part of the weight $\rho'(r)/r$ of
-    iteratively reweighted least squares where that is more. An outlier has $\rho'' = 0$.
-    Undamped steps overshoot: use [`gnlin.LevenbergMarquardt`][].
+    The curvature of steps is $\rho''(r)$, or a part of $\rho'(r)/r$ where that is more,
+    the weight of iteratively reweighted least squares. The part is 1 at first, and falls
+    to 0.05 when steps become slow. Across batches it is 0.05. Without it an outlier would
+    have no curvature. Undamped steps overshoot: use [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
-    - `reweighted`: the part of this weight, between 0 and 1. With 1 no step raises the
-        loss of a linear problem, and the first steps go far, but the last ones converge
-        slowly. With 0 outliers have no curvature.
+    - `reweighted`: this part, between 0 and 1, if it is to be constant. With 1 no step
+        raises the loss of a linear problem, but the last steps converge slowly.
 
     ??? cite "Reference"
 
