@@ -108,10 +108,12 @@ def _drawn(path: str, seed: int) -> Any:
     except (TypeError, ValueError):
         good = []
     if good != [True] * 3:
+        kinds = {getattr(x, "dtype", None) for x in jax.tree.leaves(parts)}
+        how = ", not booleans: write `.astype(int)`" * (np.dtype(bool) in kinds)
         raise Refusal(
             f"`data(seed)` of the task '{path}' must return three pairs of inputs and "
             "targets, for training, validation and testing, each of two arrays of "
-            "numbers with the same length."
+            f"numbers with the same length{how}."
         )
     if not all(np.isfinite(array).all() for part in parts for array in part):
         raise Refusal(f"The data of the task '{path}' are not finite at seed {seed}.")

@@ -171,7 +171,7 @@ def solve(
     parameters = solver.clipped(parameters)
     compiled = network
     if mesh is None and not is_traced((network, parameters, batch)):
-        compiled = network.canonical(parameters, batch[0])
+        compiled = network.canonical(parameters, batch[0], key)
     placed = places((parameters, state), batch)
     setting = StepSettings(
         solver, losses, compiled, key, divergence, places=placed, prior=of_prior

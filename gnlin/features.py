@@ -34,6 +34,7 @@ from ._linearisation._linearisation import Linearisation, linearise
 from ._training._data import as_inputs
 from ._training._model import make_network
 from ._training._residuals import as_groups, of_groups, refuse_samplers
+from ._training._solution import Solution
 from .losses._base import check_between
 from .losses._cross_entropy import is_label
 
@@ -196,7 +197,7 @@ def kernel_drift(
 def parameter_distance(a: PyTree, b: PyTree) -> Scalar:
     """Return the 2-norm of the difference of two models' parameters, which are all their
     floating-point arrays."""
-    a, b = (eqx.filter(model, eqx.is_inexact_array) for model in (a, b))
+    a, b = map(_parameters, (a, b))
     _check_alike("models' parameters", a, b)
     a, b = _tree.promoted((a, b))
     return _tree.norm(jax.tree.map(jnp.subtract, a, b))
@@ -221,7 +222,7 @@ def relative_distances(now: PyTree, then: PyTree) -> PyTree[Scalar]:
         gnlin.callbacks.Measure(measures)
         ```
     """
-    now, then = (eqx.filter(model, eqx.is_inexact_array) for model in (now, then))
+    now, then = map(_parameters, (now, then))
     _check_alike("models' parameters", now, then)
 
     def of_array(a: Array, b: Array) -> Scalar:
@@ -230,6 +231,12 @@ def relative_distances(now: PyTree, then: PyTree) -> PyTree[Scalar]:
         return jnp.where(moved == 0, 0, moved / was)
 
     return jax.tree.map(of_array, now, then)
+
+
+def _parameters(model: PyTree) -> PyTree[Array]:
+    if isinstance(model, Solution):  # which holds other arrays, too
+        raise ValueError("A `gnlin.Solution` was given as a model: pass its `.model`.")
+    return eqx.filter(model, eqx.is_inexact_array)
 
 
 def _check_kernels(*kernels: Kernel) -> None:

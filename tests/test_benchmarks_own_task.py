@@ -176,6 +176,7 @@ OF_DATA = "`data.seed.` of the task .* must return three pairs of inputs and tar
         ("(x[:30], y[:30])", "(x[:30], y[:30], y)", OF_DATA),
         ("(x[:30], y[:30]), ", "", OF_DATA),
         ("y[:30])", 'y[:30].astype("str"))', OF_DATA),
+        (".astype(int)", "", f"{OF_DATA}.* not booleans: write `.astype.int.`"),
     ],
 )
 def test_tasks_that_do_not_fit_are_refused_in_a_sentence(old, new, words, task):

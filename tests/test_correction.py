@@ -207,6 +207,17 @@ def test_arguments_that_make_no_sense():
         correction(X, 3)
 
 
+@pytest.mark.parametrize("name", ["__call__", "corrected"])
+def test_inputs_and_outputs_that_do_not_suit_the_model(name):
+    estimate = getattr(gnlin.predict.correction(network(), groups(30)), name)
+    one = X if name == "__call__" else X[0]
+    with pytest.raises(ValueError, match=r"The model is called on .* shape \(1,\), but"):
+        estimate(one[..., None])
+    swapped = r"`outputs\(model, x\)` is called on one input, .* shape \(\), but failed"
+    with pytest.raises(ValueError, match=swapped):
+        estimate(one, lambda x, net: net(x))
+
+
 def test_a_converged_solution_has_a_tiny_correction():
     net = trained(256)
     with warnings.catch_warnings():  # what remains is rounding

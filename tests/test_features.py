@@ -1,5 +1,7 @@
 """Measures of features, compared with formulas written out in NumPy."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -169,6 +171,11 @@ def kernel(c, n=9):
     return jnp.einsum("ij,cd->icjd", jnp.eye(n), jnp.eye(c))
 
 
+@functools.cache
+def solved():
+    return gnlin.solve(ONE, (X, jnp.zeros((N, C))), max_steps=1)
+
+
 MISTAKES = {
     "kernels of other outputs": (
         lambda: features.kernel_alignment(kernel(1), kernel(3)),
@@ -205,6 +212,14 @@ MISTAKES = {
     "models of other structures": (
         lambda: features.parameter_distance(jnp.ones(3), (jnp.ones(3), jnp.ones(3))),
         "same structure and shapes",
+    ),
+    "a solution": (
+        lambda: features.parameter_distance(solved(), ONE),
+        "pass its `.model`",
+    ),
+    "two solutions": (
+        lambda: features.relative_distances(solved(), solved()),
+        "pass its `.model`",
     ),
     "other linearisations": (
         lambda: features.kernel_drift(

@@ -991,6 +991,59 @@ def test_redefined_functions_of_a_model_are_not_compiled_again(by_optax):
     np.testing.assert_array_equal(trained().validation_loss, first.validation_loss)
 
 
+SCALE = 1.0
+
+
+@pytest.mark.parametrize("batch_size", [None, 4, "drawn"])
+def test_redefined_groups_are_not_compiled_again(batch_size, monkeypatch):
+    is_drawn = batch_size == "drawn"
+
+    def trained(to=3.0):
+        points = X[:, 0]
+        if is_drawn:
+            points = lambda key: to + SCALE * jax.random.uniform(key, 12)
+        groups = {
+            "inside": gnlin.Residuals(lambda m, x: m["a"] * x - SCALE * to, points),
+            "apart": gnlin.Residuals(
+                lambda m, x: m["b"], X, select=lambda x: {"a": jnp.zeros(0, int), "b": 1}
+            ),
+            "penalty": gnlin.Residuals(lambda m, _: SCALE * (m["a"] - to)),
+        }
+        model, size = (
+            {"a": jnp.ones(2), "b": jnp.ones(2)},
+            None if is_drawn else batch_size,
+        )
+        return gnlin.fit(model, groups, DESCENT, batch_size=size, steps=3).history.loss
+
+    first, other = trained(), []
+    assert num_compiled(lambda: trained()) == 0
+    np.testing.assert_array_equal(trained(), first)
+    assert not np.array_equal(trained(2.0), first)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
+    assert num_compiled(lambda: other.append(trained())) > 0
+    assert not np.array_equal(other[0], first)
+
+
+def test_a_key_of_another_kind():
+    """The step is compiled for keys of the kind that was passed."""
+    key, keys = jax.random.key(0, impl="rbg"), []
+
+    class Noisy(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, key):
+            return self.weight * jax.random.normal(key, (2,))
+
+    def points(key):
+        keys.append(str(key.dtype))
+        return jax.random.uniform(key, 12)
+
+    fit(Noisy(jnp.ones(2)), (X, T), steps=2, key=key)
+    groups = gnlin.Residuals(lambda w, x: w * x - 3.0, points)
+    gnlin.fit(jnp.ones(2), groups, DESCENT, steps=2, key=key)
+    assert "key<rbg>" in keys
+
+
 def test_no_step_after_the_first_is_compiled():
     """This holds for every dtype of the initial state."""
     solvers = [

@@ -588,3 +588,23 @@ def test_a_pair_is_no_model_of_groups():
     group = gnlin.Residuals(lambda model, x: model(x), jnp.ones(3))
     with pytest.raises(ValueError, match="pass the parameters instead of a pair"):
         gnlin.solve((lambda p, x: p * x, jnp.ones(())), group)
+
+
+@pytest.mark.parametrize(
+    "slope",
+    [jax.grad, jax.jacfwd, jax.hessian, lambda u: lambda x: jax.jvp(u, (x,), (1.0,))[1]],
+    ids=["grad", "jacfwd", "hessian", "jvp"],
+)
+def test_whole_numbers_have_no_derivatives(slope):
+    group = gnlin.Residuals(lambda u, x: slope(u)(x), jnp.array([0, 1]))
+    words = "group 'residuals' is .* by whole numbers: write the points as floats\\."
+    with pytest.raises(ValueError, match=words):
+        gnlin.solve(LINE, group)
+
+
+def test_a_tangent_of_another_dtype_is_no_matter_of_whole_numbers():
+    group = gnlin.Residuals(
+        lambda u, x: jax.jvp(u, (x,), (x.astype("f2"),))[1], jnp.ones(2)
+    )
+    with pytest.raises(ValueError, match="got tangent dtype float16"):
+        gnlin.solve(LINE, group)

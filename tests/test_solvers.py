@@ -42,6 +42,15 @@ def flow_step(r, jacobian, time):
     return scipy.linalg.expm(time * system)[:p, p]
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "solver", [gnlin.LevenbergMarquardt, gnlin.IterativeLinearisation]
+)
+def test_a_class_is_no_solver(solver):
+    with pytest.raises(ValueError, match="of a solver was given: write brackets after"):
+        optx.least_squares(sines, solver, *as_jax(sines_data((3, 2))))
+
+
 # Each solver, with its step in NumPy from (r, J, number of the outer step).
 SOLVERS = {
     "gauss-newton": (gnlin.GaussNewton(), lambda r, j, k: gauss_newton_step(r, j)),

@@ -218,6 +218,12 @@ def test_errors_of_unsupported_uses(monkeypatch):
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_sparsity_is_no_data():
+    fn = lambda y, _: y
+    with pytest.raises(ValueError, match="as the data: pass it as `sparsity=`"):
+        gnlin.Residuals(fn, gnlin.Sparsity(fn, jnp.ones(3)))
+
+
 def test_sparsity_must_be_one():
     with pytest.raises(ValueError, match=r"must be a `gnlin.Sparsity`, such as"):
         gnlin.Residuals(lambda y, _: y, sparsity=np.eye(3))  # pyright: ignore[reportArgumentType]

@@ -6,6 +6,7 @@ number: where one is allowed, test for it before calling these.
 
 import dis
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -301,7 +302,7 @@ def explains_itself(error: Exception) -> bool:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, without its full stop, or its kind if
-    it has none; or what to do where JAX has no value."""
+    it has none; or what to do where JAX has no value, or no derivative."""
     is_if = "truth value of an array" in str(error)
     if isinstance(error, _NEEDS_A_VALUE) or is_if:
         return (
@@ -309,6 +310,8 @@ def first_line(error: Exception) -> str:
             "use JAX's operations, such as `jnp.exp` for `np.exp` or `math.exp`, leave "
             "`float` out, and for a Python `if` use `jnp.where` or `jax.lax.cond`"
         )
+    if re.search(r"(-valued inputs .* got|primal dtype) (u?int|bool)", str(error)):
+        return "it differentiates by whole numbers: write the points as floats"
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 

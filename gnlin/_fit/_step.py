@@ -16,7 +16,6 @@ from .._common._checks import is_key
 from .._common._identity import checksum, program
 from .._common._sharding import everywhere, keep
 from .._linearisation._objective import BatchLoss
-from .._training._model import Network
 from .._training._step import advanced, Carry, checked_outputs, StepSettings
 from ..losses import AbstractLoss
 from ._stream import ArrayStream, gather
@@ -110,14 +109,14 @@ def with_shared_network(
     setting: StepSettings, parameters: PyTree, stream: Any
 ) -> StepSettings:
     """Return the settings with the network compared by what it computes, so that a model
-    whose functions are defined again is not compiled again. The network stays as it is
-    for a loader, whose batches may have different shapes, and for arrays on several
-    devices."""
+    or groups whose functions are defined again are not compiled again. The network stays
+    as it is for a loader, whose batches may have different shapes, and for arrays on
+    several devices."""
     network, is_here = setting.network, setting.places.mesh is None
-    known = isinstance(network, Network) and isinstance(stream, ArrayStream)
-    if not (known and is_here):
+    if not (isinstance(stream, ArrayStream) and is_here):
         return setting
-    return setting._replace(network=network.canonical(parameters, stream.example[0]))
+    network = network.canonical(parameters, stream.example[0], setting.key)
+    return setting._replace(network=network)
 
 
 def as_handed_out(carry: Carry) -> Carry:

@@ -354,7 +354,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     # The interface to optimistix
     #
 
-    def init(self, fn, y, args, options, f_struct, aux_struct, tags) -> State:
+    def init(self, fn, y, args, options, f_struct, aux_struct, tags=None) -> State:
+        if not isinstance(self, AbstractGaussNewton):  # called on a class
+            raise ValueError(
+                "The class of a solver was given: write brackets after it, as in "
+                "`gnlin.LevenbergMarquardt()`."
+            )
         others = sorted(set(options or {}) - {"history", "jac"})
         if others:
             raise ValueError(

@@ -113,5 +113,7 @@ def updated(
                 raise
             raise ValueError(
                 "This optimiser needs more than the gradient and the loss, as "
-                "`optax.lbfgs` does to search along its steps: pass another one."
+                "`optax.lbfgs` does to search along its steps: pass one of gnlin's "
+                "solvers, or pass groups to `optimistix.least_squares` with "
+                "`optimistix.LBFGS(rtol, atol)`."
             ) from error

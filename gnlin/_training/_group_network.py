@@ -83,12 +83,18 @@ class GroupNetwork(eqx.Module):
         group = self.groups[name]
         return eqx.Partial(_residuals, name, group.at_once, self.frozen, group.fn)
 
-    def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
-        """Return an equivalent network, compared by what the groups compute from inputs
-        of these shapes."""
-        groups = {}
+    def canonical(
+        self, parameters: PyTree, inputs: PyTree, key: Array | None = None
+    ) -> "GroupNetwork":
+        """Return an equivalent network, compared by what the groups draw, and compute
+        from inputs of these shapes. `None` is a key of JAX's default kind."""
+        groups, key = {}, jax.random.key(0) if key is None else key
         for name, group in self.groups.items():
             given, select, read = inputs[name], group.select, parameters
+            sampler = group.sampler
+            if sampler is not None:
+                sampler = canonical(sampler, key)
+                given = jax.eval_shape(sampler, key)
             example = given if group.at_once else of_one_example(given)
             if select is not None:
                 select = canonical(select, example)
@@ -97,7 +103,8 @@ class GroupNetwork(eqx.Module):
                 fn = _canonical_at_once(self._of(name), read, example)
             else:
                 fn = canonical(self._of(name), read, example)
-            groups[name] = dataclasses.replace(group, fn=fn, select=select)
+            new = {"fn": fn, "sampler": sampler, "select": select}
+            groups[name] = dataclasses.replace(group, **new)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
         return dataclasses.replace(self, frozen=frozen, groups=groups)

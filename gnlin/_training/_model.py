@@ -255,13 +255,16 @@ class Network(eqx.Module):
             return eqx.Partial(_apply_with_state, self)
         return PerExample(self.program or eqx.Partial(_apply, self), self.part_size)
 
-    def canonical(self, parameters: PyTree, inputs: PyTree) -> "Network":
+    def canonical(
+        self, parameters: PyTree, inputs: PyTree, key: Array | None = None
+    ) -> "Network":
         """Return an equivalent network, compared by what it computes from inputs of these
-        shapes, so that redefining a model's functions causes no recompilation."""
+        shapes, so that redefining a model's functions causes no recompilation. `None`
+        is a key of JAX's default kind."""
         if self.has_state:
             return self
-        key = jax.random.key(0) if self.takes_key else None
-        example = of_one_example(inputs), key
+        key = jax.random.key(0) if key is None else key
+        example = of_one_example(inputs), key if self.takes_key else None
         program = canonical(eqx.Partial(_apply, self), parameters, example)
         return dataclasses.replace(self, frozen=Frozen(None, (), None), program=program)
 

@@ -114,6 +114,10 @@ class Residuals(AbstractRecognised):
                     "`select` is a function of one example, but there are no examples: "
                     "pass `data`, or leave `select` out."
                 )
+        if isinstance(self.data, Sparsity):
+            raise ValueError(
+                "A `gnlin.Sparsity` was given as the data: pass it as `sparsity=`."
+            )
         if self.sparsity is not None:
             _check_sparsity(self.sparsity, self.data, self.loss)
         check_finite_nonnegative("weight", self.weight)

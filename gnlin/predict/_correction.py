@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import check_callable, check_count, is_traced
+from .._common._checks import check_callable, check_count, first_line, is_own, is_traced
 from .._common._tree import Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._linearisation import linearise
@@ -226,7 +226,21 @@ class Correction(eqx.Module):
 
     def _pair(self, outputs: Outputs, x: Any) -> tuple[PyTree[Array], PyTree[Array]]:
         """Return the outputs at one input, and their change."""
-        at = lambda parameters: outputs(self._frozen.in_training(parameters), x)
+
+        def at(parameters):
+            model = self._frozen.in_training(parameters)
+            try:
+                return outputs(model, x)
+            except (IndexError, TypeError, ValueError) as error:
+                if is_own(error):
+                    raise
+                called = "The model" if outputs is _own else "`outputs(model, x)`"
+                shapes = " and ".join(str(jnp.shape(a)) for a in jax.tree.leaves(x))
+                raise ValueError(
+                    f"{called} is called on one input, here of the shape {shapes}, but "
+                    f"failed: {first_line(error)}."
+                ) from error
+
         return jax.jvp(at, (self._parameters,), (self.step,))
 
     def _checked(self, outputs: Outputs | None) -> Outputs:
