@@ -164,7 +164,7 @@ class GradientDescent(AbstractFilter):
         shrunk = _shrunk(eta * w, period, _is_odd(self.period), log_growth)
         value = shrunk / jnp.where(w == 0, 1, w)
         value = jnp.where(jnp.isposinf(log_growth), jnp.inf, value)
-        at_zero = jnp.where(jnp.isinf(period), 0, period * eta)
+        at_zero = jnp.where(jnp.isinf(period), 0, period) * eta
         return jnp.where(w == 0, at_zero, value)
 
 
@@ -188,8 +188,10 @@ class GradientFlow(AbstractFilter):
         time = jnp.asarray(self.time, w.dtype)
         positive = w > 0
         safe = jnp.where(positive, w, 1)
-        at_zero = jnp.where(jnp.isinf(time), 0, time)
-        return jnp.where(positive, -jnp.expm1(-safe * time) / safe, at_zero)
+        forever = jnp.isinf(time)
+        finite = jnp.where(forever, 0, time)
+        shrunk = jnp.where(forever, 1, -jnp.expm1(-safe * finite))
+        return jnp.where(positive, shrunk / safe, finite)
 
 
 class _AbstractMomentum(AbstractFilter):

@@ -254,6 +254,18 @@ def test_derivatives_of_gradient_descent_are_those_of_the_loop(period, traced):
     assert np.all(np.isfinite(by_period(float(period), w)))
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_derivatives_without_end_are_those_of_the_inverse(traced):
+    """The exponential of minus infinity has no derivative of its own."""
+    forever = jnp.asarray(math.inf) if traced else math.inf
+    w = jnp.asarray([0.0, 0.5, 1.0, 2.0, 3.0])
+    expected = jax.vmap(jax.grad(PseudoInverse()))(w)
+    for filter in (GradientFlow(forever), GradientDescent(forever, 0.5)):
+        np.testing.assert_allclose(jax.vmap(jax.grad(filter))(w), expected)
+    by_rate = jax.grad(lambda eta: jnp.sum(GradientDescent(forever, eta)(w)))
+    assert by_rate(0.5) == 0
+
+
 def test_momentum_has_no_reverse_mode():
     w = np.array([0.0, 0.5, 1.5])
     total = lambda eta: jnp.sum(HeavyBall(10, eta, 0.9)(jnp.asarray(w)))
