@@ -148,7 +148,7 @@ class GradientDescent(AbstractFilter):
     def log_growth(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         r"""Return $K \log|1 - \eta w|$, the log growth of each residual component."""
         x = jnp.asarray(self.learning_rate, eigenvalues.dtype) * eigenvalues
-        log_factor = jnp.log1p(-jnp.minimum(x, 2 - x))  # log|1 - x|, exact near 0 and 2
+        log_factor = _log_factor(x)
         period = jnp.asarray(as_float(self.period), eigenvalues.dtype)
         # With an infinite period, |1 - x| = 1 means convergence at x = 0, and endless
         # oscillation at x = 2, which counts as divergence.
@@ -161,11 +161,10 @@ class GradientDescent(AbstractFilter):
         eta = jnp.asarray(self.learning_rate, w.dtype)
         period = jnp.asarray(as_float(self.period), w.dtype)
         log_growth = self.log_growth(w)
-        negative = _is_odd(self.period) & (eta * w > 1)  # the sign of (1 - eta w)^K
-        shrunk = jnp.where(negative, 1 + jnp.exp(log_growth), -jnp.expm1(log_growth))
+        shrunk = _shrunk(eta * w, period, _is_odd(self.period), log_growth)
         value = shrunk / jnp.where(w == 0, 1, w)
         value = jnp.where(jnp.isposinf(log_growth), jnp.inf, value)
-        at_zero = jnp.where(jnp.isinf(period), 0, period * eta)
+        at_zero = jnp.where(jnp.isinf(period), 0, period) * eta
         return jnp.where(w == 0, at_zero, value)
 
 
@@ -189,8 +188,10 @@ class GradientFlow(AbstractFilter):
         time = jnp.asarray(self.time, w.dtype)
         positive = w > 0
         safe = jnp.where(positive, w, 1)
-        at_zero = jnp.where(jnp.isinf(time), 0, time)
-        return jnp.where(positive, -jnp.expm1(-safe * time) / safe, at_zero)
+        forever = jnp.isinf(time)
+        finite = jnp.where(forever, 0, time)
+        shrunk = jnp.where(forever, 1, -jnp.expm1(-safe * finite))
+        return jnp.where(positive, shrunk / safe, finite)
 
 
 class _AbstractMomentum(AbstractFilter):
@@ -370,6 +371,45 @@ def equivalent_period(
         return math.inf
     with jax.numpy_dtype_promotion("standard"):
         return (1 - momentum) / (learning_rate * damping)
+
+
+def _log_factor(x: Array) -> Array:
+    return jnp.log1p(-jnp.minimum(x, 2 - x))  # log|1 - x|, exact near 0 and 2
+
+
+@jax.custom_jvp
+def _shrunk(x: Array, period: Array, odd: Array, log_growth: Array) -> Array:
+    """Return 1 - (1 - x)^K. Its derivatives are those of the power, since the logarithm
+    has none at x = 1, where one step solves the problem."""
+    negative = odd & (x > 1)  # the sign of (1 - x)^K
+    return jnp.where(negative, 1 + jnp.exp(log_growth), -jnp.expm1(log_growth))
+
+
+@_shrunk.defjvp
+def _shrunk_jvp(primals, tangents):
+    x, period, odd, _ = primals
+    _, tangent = jax.jvp(lambda x, k: _power_of(x, k, odd), (x, period), tangents[:2])
+    return _shrunk(*primals), -tangent
+
+
+@jax.custom_jvp
+def _power_of(x: Array, period: Array, odd: Array) -> Array:
+    """Return (1 - x)^K for a finite K, else 0."""
+    finite = jnp.isfinite(period)
+    size = jnp.exp(jnp.where(finite & (period != 0), period, 1) * _log_factor(x))
+    size = jnp.where(period == 0, 1, jnp.where(finite, size, 0))
+    return jnp.where(odd & (x > 1), -size, size)
+
+
+@_power_of.defjvp
+def _power_of_jvp(primals, tangents):
+    x, period, odd = primals
+    value = _power_of(x, period, odd)
+    one_less = jnp.where(period == 0, 0, period - 1)
+    factor = jnp.where(jnp.isfinite(period), -period, 0)
+    by_x = factor * _power_of(x, one_less, ~odd)
+    by_period = jnp.where(x == 1, 0, value * _log_factor(jnp.where(x == 1, 0, x)))
+    return value, by_x * tangents[0] + by_period * tangents[1]
 
 
 def _is_odd(period: ScalarLike) -> Array:

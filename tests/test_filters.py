@@ -230,6 +230,42 @@ def test_heavy_ball_at_periods_that_cannot_be_stepped(period, momentum):
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("period", [1, 2, 3, 6])
+@pytest.mark.parametrize("traced", [False, True])
+def test_derivatives_of_gradient_descent_are_those_of_the_loop(period, traced):
+    """Also at eta w = 1, where one step solves the problem and the logarithm of the
+    factor is infinite."""
+    w, eta = jnp.asarray([0.3, 1.0, 2.0, 3.0, 3.9]), 0.5
+
+    def literal(w, eta):
+        g = jnp.zeros_like(w)
+        for _ in range(period):
+            g = g + eta * (1 - w * g)
+        return g
+
+    steps = jnp.asarray(float(period)) if traced else period
+    by_formula = lambda w, eta: GradientDescent(steps, eta)(w)
+    for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
+        expected = jax.vmap(derivative(literal, (0, 1)), (0, None))(w, eta)
+        actual = jax.vmap(derivative(by_formula, (0, 1)), (0, None))(w, eta)
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+    by_period = jax.vmap(jax.grad(lambda k, w: GradientDescent(k, eta)(w)), (None, 0))
+    assert np.all(np.isfinite(by_period(float(period), w)))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_derivatives_without_end_are_those_of_the_inverse(traced):
+    """The exponential of minus infinity has no derivative of its own."""
+    forever = jnp.asarray(math.inf) if traced else math.inf
+    w = jnp.asarray([0.0, 0.5, 1.0, 2.0, 3.0])
+    expected = jax.vmap(jax.grad(PseudoInverse()))(w)
+    for filter in (GradientFlow(forever), GradientDescent(forever, 0.5)):
+        np.testing.assert_allclose(jax.vmap(jax.grad(filter))(w), expected)
+    by_rate = jax.grad(lambda eta: jnp.sum(GradientDescent(forever, eta)(w)))
+    assert by_rate(0.5) == 0
+
+
 def test_momentum_has_no_reverse_mode():
     w = np.array([0.0, 0.5, 1.5])
     total = lambda eta: jnp.sum(HeavyBall(10, eta, 0.9)(jnp.asarray(w)))
