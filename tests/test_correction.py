@@ -152,7 +152,8 @@ def test_any_start_of_a_linear_model():
 
 
 def test_a_robust_loss_and_some_parameters():
-    robust = gnlin.Residuals(decay, X, loss=gnlin.losses.PseudoHuber(0.1))
+    loss = gnlin.losses.PseudoHuber(0.1, reweighted=1)
+    robust = gnlin.Residuals(decay, X, loss=loss)
     last = lambda net: jax.tree.map(lambda x: x is net.layers[-1].weight, net)
     net = network()
     correction = gnlin.predict.correction(net, robust, filter_spec=last(net))
