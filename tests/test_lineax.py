@@ -158,6 +158,8 @@ def test_mistakes():
         gnlin.DampedGaussNewton(1.0, method=3)
     with pytest.raises(ValueError, match="here, but QR"):
         gnlin.IterativeLinearisation(10, 0.1, method=lx.QR())
+    with pytest.raises(ValueError, match="`rcond` cannot be used with a solver of lin"):
+        gnlin.GaussNewton(method=lx.SVD(), rcond=1e-10)
     with pytest.raises(ValueError, match="for quadratic problems"):
         gnlin.DampedGaussNewton(1.0, method=lx.QR(), form="prox-linear")
     data, solver = (X, jnp.zeros((15, 4))), gnlin.GaussNewton(method=lx.QR())

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import equinox as eqx
+import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
@@ -32,7 +33,9 @@ class GaussNewton(AbstractFilteredGaussNewton):
         for a loss other than squared error and on mini-batches, where in addition the
         next batch judges each step.
     - `method`: the way to compute a step: `"auto"`, `"svd"`, `"eigh"`, `"matrix-free"`,
-        or any linear solver of lineax, such as `lineax.QR()`.
+        or any linear solver of lineax, such as `lineax.QR()`. With bounds, or if the
+        Jacobian is rank-deficient, it has to be one for singular problems, such as
+        `lineax.SVD()`.
     - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
         [`gnlin.authoring.AbstractGaussNewton`][].
 
@@ -55,6 +58,11 @@ class GaussNewton(AbstractFilteredGaussNewton):
     def __check_init__(self):
         if self.rcond is not None:
             check_nonnegative("rcond", self.rcond)
+            if isinstance(self.method, lx.AbstractLinearSolver):
+                raise ValueError(
+                    "`rcond` cannot be used with a solver of lineax: pass it to that "
+                    "solver, as in `method=lineax.SVD(rcond=1e-10)`."
+                )
         check_method(self.method, damped=False)
 
     def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
