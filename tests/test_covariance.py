@@ -2,6 +2,7 @@
 formulas, and with the standard errors of a curve."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -229,3 +230,26 @@ def test_solves_do_not_depend_on_units_and_need_double_precision(monkeypatch):
     assert known.degrees_of_freedom == 0
     with pytest.raises(ValueError, match="Single precision does not resolve"):
         covariance(jnp.zeros(3, jnp.float32), group)
+
+
+@pytest.mark.parametrize("part", [None, 0, 1])
+def test_the_curvature_of_a_robust_loss_is_its_second_derivative(part):
+    """... whatever curvature steps have. A parameter of outliers only is not known."""
+    y = np.where(np.arange(40) % 8 == 0, 30.0, 0.3 * NOISE[0])
+    loss = gnlin.losses.Huber(1.0, reweighted=part)
+    at = {"slope": jnp.array(0.1), "far": jnp.array(20.0)}
+    groups = {
+        "line": gnlin.Residuals(lambda p, d: p["slope"] * d[0] - d[1], (X, y), loss=loss),
+        "far": gnlin.Residuals(lambda p, _: p["far"], loss=loss),
+    }
+    curved = np.sum(X[abs(0.1 * X - y) <= 1] ** 2)
+    model = (lambda slope, x: slope * x, at["slope"])
+    data, prior = (jnp.asarray(X), jnp.asarray(y)), 10.0
+    posterior = gnlin.predict.posterior(model, data, loss=loss, prior=prior)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # this is no minimum
+        errors = covariance(at, groups).standard_errors
+        variance = posterior(jnp.ones(1)).variance
+    np.testing.assert_allclose(errors["slope"], curved**-0.5, rtol=1e-10)
+    assert np.isinf(errors["far"])
+    np.testing.assert_allclose(variance, 1 / (curved + prior**-2), rtol=1e-10)

@@ -1140,6 +1140,7 @@ WRONG_LOSSES = {
         lambda: gnlin.losses.Huber(reweighted="yes"),
         lambda: gnlin.losses.Cauchy(reweighted=True),
         lambda: gnlin.losses.PseudoHuber(reweighted=1.1),
+        lambda: gnlin.losses.Huber(reweighted=np.full(3, 0.1)),
     ],
     "axis": [lambda: gnlin.losses.Isotropic(gnlin.losses.Huber(), 0.5)],
     "loss": [
@@ -1262,9 +1263,10 @@ def test_the_first_steps_are_reweighted_and_the_last_ones_are_newtons():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        ours, first = run(60), run(4, reweighted=1)
+        ours, first, always = run(60), run(4, reweighted=1), run(60, reweighted=1)
     np.testing.assert_allclose(ours.history.loss[:4], first.history.loss, rtol=1e-9)
     assert ours.result == optx.RESULTS.successful
+    assert len(ours.history.loss) < len(always.history.loss)
     known = scipy.optimize.minimize(
         lambda p: np.sum(scipy.special.huber(0.1, line(p, None))),
         np.array([2.0, 3.0]),
@@ -1272,6 +1274,40 @@ def test_the_first_steps_are_reweighted_and_the_last_ones_are_newtons():
         options={"xatol": 1e-9, "fatol": 1e-13},
     )
     np.testing.assert_allclose(ours.loss, known.fun, rtol=1e-9)
+
+
+@pytest.mark.parametrize("constant", [0.0, -1e3])
+def test_the_part_of_the_weights_fades_in_each_run(constant):
+    """... of many at once, of groups, of vectors' lengths, and of losses below zero."""
+    x = np.linspace(0.0, 1.0, 30)
+    ys = 0.1 * np.random.default_rng(0).normal(size=(4, 30)) + (2 + 3 * x)[None]
+    ys[:, ::7] += 30.0
+
+    class Constant(gnlin.authoring.AbstractElementwiseLoss):
+        reduction: str | None = None
+
+        def elementwise(self, output, target):
+            return constant + 0 * output
+
+    def solution(y, **options):
+        loss = gnlin.losses.Isotropic(gnlin.losses.Huber(0.1, **options))
+        line = lambda p, d: (p[0] + p[1] * d[0] - d[1])[None]
+        groups = {
+            "line": gnlin.Residuals(line, (x, y), loss=loss),
+            "constant": gnlin.Residuals(lambda p, _: p[:1], loss=Constant()),
+        }
+        start, solver = jnp.array([1e3, -1e3]), gnlin.LevenbergMarquardt()
+        return optx.least_squares(gnlin.Groups(groups), solver, start, throw=False)
+
+    found = jax.vmap(solution)(jnp.asarray(ys))
+    assert np.all(found.result == optx.RESULTS.successful)
+    jitted = jax.jit(solution), jax.jit(lambda y: solution(y, reweighted=1))
+    for k, y in enumerate(ys):
+        one, always = (run(y) for run in jitted)
+        np.testing.assert_allclose(found.value[k], one.value, rtol=1e-6)
+        np.testing.assert_allclose(one.value, always.value, rtol=1e-6)
+        assert found.stats["num_steps"][k] == one.stats["num_steps"]
+        assert one.stats["num_steps"] < always.stats["num_steps"]
 
 
 def test_an_outlier_whose_square_overflows():

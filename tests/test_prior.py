@@ -191,7 +191,7 @@ def test_a_prior_about_fitted_parameters_warns(train):
     data, model = (INPUTS, jnp.prod(INPUTS, axis=1, keepdims=True)), network(1)
     options = {"max_steps": 5} if train is gnlin.solve else {"steps": 5, "batch_size": 10}
     solution = train(model, data, **options)
-    with pytest.warns(UserWarning, match="counts the data twice: pass `about`"):
+    with pytest.warns(UserWarning, match="counts data twice .* pass `about`"):
         twice = gnlin.predict.posterior(solution, data, noise=0.1)
     once = gnlin.predict.posterior(solution, data, noise=0.1, about=model)
     assert twice.log_evidence() > once.log_evidence() + 1

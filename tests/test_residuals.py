@@ -597,7 +597,7 @@ def test_a_pair_is_no_model_of_groups():
 )
 def test_whole_numbers_have_no_derivatives(slope):
     group = gnlin.Residuals(lambda u, x: slope(u)(x), jnp.array([0, 1]))
-    words = "group 'residuals' is .* by whole numbers: write the points as floats\\."
+    words = "group 'residuals' is .* by whole numbers, which must be floats"
     with pytest.raises(ValueError, match=words):
         gnlin.solve(LINE, group)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Only parameters whose standard error exceeds this multiple of their value are tested.
 _ASKED = 10
 # At a maximum, a step by a standard error raises the loss by 1/2. If it changes the loss
-# by less than this, there is no maximum.
+# by less than this number, there is no maximum.
 _FLAT = 1e-3
 
 

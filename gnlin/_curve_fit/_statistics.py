@@ -12,7 +12,7 @@ from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._linear_algebra._covariance import Covariance, covariance
 from ..losses import SquaredError
-from ..losses._robust import AbstractRobust
+from ..losses._robust import AbstractRobust, reweighted
 from ._likelihood import has_observed_root, Likelihood
 from ._not_finite import NonFinite
 from ._problem import FitSettings, flat_box, Posed
@@ -178,7 +178,8 @@ class Misfit(NamedTuple):
     @staticmethod
     def of(posed: Posed, outputs: Float[Array, " m"], *, has_noise: bool) -> "Misfit":
         """`has_noise`: whether to estimate the noise."""
-        target, counted, loss, dot = posed.target, posed.counted, posed.loss, _tree.dot
+        target, counted, dot = posed.target, posed.counted, _tree.dot
+        loss = reweighted(posed.loss, 0.0, every=True)
         residuals, number = target - outputs, jnp.sum(posed.data.counted)
         noise = spread(residuals, counted) if has_noise else jnp.zeros_like(number)
         pull = counted * loss.derivative(outputs, target)

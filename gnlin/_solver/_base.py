@@ -180,7 +180,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             first_loss=zero,
             settled=jnp.array(False),
             num_still=counter,
-            part=jnp.ones((), dtype),
+            reweighted=jnp.ones((), dtype),
             terminate=jnp.array(False),
             result=optx.RESULTS.successful,
         )
@@ -201,7 +201,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """
         num_steps = state.counts.num_feature_updates
         if same_examples and getattr(self, "form", "quadratic") == "quadratic":
-            objective = reweighted(objective, state.part)
+            objective = reweighted(objective, state.reweighted)
         lin = self.placed(objective, lin)
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
         update = checked(type(self).__name__, update, lin, state)
@@ -249,8 +249,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
-        fading = jnp.maximum(_FADES * state.part, LEAST_PART)
-        is_fast = new_loss <= (1 - _FAST) * loss
+        fading = jnp.maximum(_FADES * state.reweighted, LEAST_PART)
+        is_fast = loss - new_loss > _FAST * jnp.abs(loss)
         counts = state.counts.plus(
             one,
             update.num_inner_steps,
@@ -266,7 +266,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             counts=counts,
             settled=ended.settled,
             num_still=ended.num_still,
-            part=jnp.where(is_fast, state.part, fading),
+            reweighted=jnp.where(is_fast, state.reweighted, fading),
             terminate=update.terminate | ended.arrived,
             result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, ended.result),
         )

@@ -97,8 +97,8 @@ class State(eqx.Module):
     first_loss: Float[Array, ""]
     settled: Bool[Array, ""]  # the last step was within the tolerances
     num_still: Int[Array, ""]  # steps in a row that changed the loss by rounding only
-    # Of the weights of reweighted least squares, as the curvature of robust losses
-    part: Float[Array, ""]
+    # The `reweighted` of robust losses that leave it to the solver
+    reweighted: Float[Array, ""]
     terminate: Bool[Array, ""]
     result: optx.RESULTS
     # Used across batches if each batch judges the step before it

@@ -356,7 +356,8 @@ def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:
     closed = jax.make_jaxpr(sampler)(jax.random.key(0))
     (key,) = closed.jaxpr.invars
     read = [closed.jaxpr.outvars, *(each.invars for each in closed.jaxpr.eqns)]
-    return any(v is key for some in read for v in some) or bool(closed.effects)
+    calls_back = bool(closed.effects) or "callback" in str(closed.jaxpr)
+    return calls_back or any(v is key for some in read for v in some)
 
 
 def _wide(dtype: Any, data: PyTree) -> PyTree:

@@ -79,8 +79,8 @@ class LongestStep(AbstractFromFirst):
     and so on, until the trials change from accepted to failing or the reverse. It then
     bisects the interval, in logarithms, until its ends are within a factor of 1.5. A step
     is at most three times as long as the last one, or a thousandth of the point if that
-    is longer. After a longer step the damping grows by at least the factor by which the
-    step was too long. A step of at least two thirds of the longest length ends the
+    is longer. After a longer step the damping grows by about the factor by which the step
+    was too long. A step of at least two thirds of the longest length ends the
     search.
 
     For a step with 99 % of the undamped step's predicted decrease $0.3\,\rho$ suffices:

@@ -36,7 +36,7 @@ class Isotropic(AbstractLoss):
             down, right = jnp.diff(image, axis=0), jnp.diff(image, axis=1)
             return jnp.stack([down[:, :-1], right[:-1]], axis=-1)
 
-        loss = gnlin.losses.Isotropic(gnlin.losses.PseudoHuber(1e-2, reweighted=1))
+        loss = gnlin.losses.Isotropic(gnlin.losses.PseudoHuber(1e-2))
         smooth = gnlin.Residuals(gradients, loss=loss, weight=0.2)
         ```
 

@@ -1,13 +1,12 @@
 """Robust losses, which grow at most linearly and so limit the influence of outliers."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, PyTree, ScalarLike
 
 from .._common._checks import (
     check_finite_positive,
@@ -47,6 +46,7 @@ class AbstractRobust(AbstractElementwiseLoss):
         check_scalar("delta", self.delta)
         check_finite_positive("delta", self.delta)
         if self.reweighted is not None:
+            check_scalar("reweighted", self.reweighted)
             check_share("reweighted", self.reweighted)
 
     def _delta(self, like: Array) -> Array:
@@ -85,13 +85,16 @@ class AbstractRobust(AbstractElementwiseLoss):
         return jax.tree.map(each, outputs, as_outputs(target, outputs))
 
 
-def reweighted(tree: PyTree, part: Scalar) -> PyTree:
-    """Return a tree whose robust losses that leave `reweighted` to the solver have this
-    value."""
+def reweighted(tree: PyTree, part: ScalarLike, *, every: bool = False) -> PyTree:
+    """Return a tree whose robust losses have this value of `reweighted`: those that leave
+    it to the solver, or all of them."""
 
     def each(loss):
-        is_open = is_robust(loss) and loss.reweighted is None
-        return dataclasses.replace(loss, reweighted=part) if is_open else loss
+        is_meant = is_robust(loss) and (every or loss.reweighted is None)
+        if not is_meant:
+            return loss
+        is_none = lambda x: x is None
+        return eqx.tree_at(lambda own: own.reweighted, loss, part, is_leaf=is_none)
 
     is_robust = lambda x: isinstance(x, AbstractRobust)
     return jax.tree.map(each, tree, is_leaf=is_robust)
@@ -128,10 +131,11 @@ class Huber(AbstractRobust):
     r"""$\frac12 r^2$ up to $|r| = \delta$, and $\delta(|r| - \frac12\delta)$ beyond, with
     $r = f - y$.
 
-    The curvature of steps is $\rho''(r)$, or a part of $\rho'(r)/r$ where that is more,
-    the weight of iteratively reweighted least squares. The part is 1 at first, and falls
-    to 0.05 when steps become slow. Across batches it is 0.05. Without it an outlier would
-    have no curvature. Undamped steps overshoot: use [`gnlin.LevenbergMarquardt`][].
+    The curvature of a step is $\rho''(r)$, but at least a part of $\rho'(r)/r$, which is
+    the weight of iteratively reweighted least squares: an outlier has no $\rho''$. In a
+    run on a full batch the part is 1 at first, and falls to 0.05 when steps become slow.
+    It is 0.05 across batches and in the prox-linear form. Undamped steps with a small
+    part overshoot: use [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
@@ -220,7 +224,7 @@ class Tukey(AbstractRobust):
     $\frac16\delta^2$ beyond, with $r = f - y$: Tukey's biweight. An outlier has no
     gradient, so start near the solution, for example from [`gnlin.losses.Huber`][]'s.
 
-    The arguments are those of [`gnlin.losses.Huber`][].
+    The curvature of steps and the arguments are those of [`gnlin.losses.Huber`][].
 
     ??? cite "Reference"
 
@@ -243,7 +247,7 @@ class Arctan(AbstractRobust):
     r"""$\frac12\delta^2\arctan((r/\delta)^2)$ with $r = f - y$, as SciPy's `"arctan"`.
     The loss is bounded by $\frac\pi4\delta^2$, and not convex.
 
-    The arguments are those of [`gnlin.losses.Huber`][].
+    The curvature of steps and the arguments are those of [`gnlin.losses.Huber`][].
 
     ??? cite "Reference"
 

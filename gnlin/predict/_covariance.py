@@ -45,6 +45,7 @@ from .._training._solution import model_and_spec, Solution
 from ..filters import Tikhonov
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
+from ..losses._robust import reweighted
 from ..spectra import Estimate
 
 
@@ -198,6 +199,7 @@ def _at(
     fn = function_beside(prior, network.function())
     lin = linearise(fn, parameters, batch[0], memory_budget=memory_budget)
     outputs = Structure.of(lin.outputs).tree
+    losses = reweighted(losses, 0.0, every=True)  # second derivatives only
     losses.check(outputs_of_data(prior, outputs), batch[1])
     objective = objective_beside(prior, losses, outputs, batch)
     if not absolute_sigma and not objective.is_quadratic:

@@ -16,6 +16,7 @@ from .._training._model import with_fixed_state
 from .._training._solution import model_and_spec, Solution
 from ..losses import AbstractLoss, SigmoidCrossEntropy, SoftmaxCrossEntropy, SquaredError
 from ..losses._base import check_loss, with_reduction
+from ..losses._robust import reweighted
 from ._eigenbasis import Eigenbasis
 from ._gaussian import Gaussian
 from ._kronecker import Kronecker
@@ -157,7 +158,7 @@ def posterior(
     prior = 1.0 if prior is None else prior
     _check_deviation("prior", prior)
     # The likelihood sums over all examples, however the loss was reduced in training.
-    loss = with_reduction(loss, "sum")
+    loss = reweighted(with_reduction(loss, "sum"), 0.0, every=True)
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero, about, moves
     )

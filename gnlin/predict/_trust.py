@@ -38,8 +38,9 @@ def warn_of_data_counted_twice() -> None:
     """Warn that the prior is about parameters that were fitted to the data."""
     warnings.warn(
         "The model was trained without a prior, so that the prior is about the "
-        "parameters that were fitted, which counts the data twice: pass `about`, the "
-        "model before training, or train with `prior`.",
+        "parameters that were fitted. This counts data twice on which the model was "
+        "trained: pass `about`, the model before training, or train with `prior`; for "
+        "other data pass `solution.model`.",
         stacklevel=3,
     )
 
