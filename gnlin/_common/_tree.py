@@ -300,7 +300,7 @@ def _cast(s: ScalarLike, dtype: jnp.dtype) -> ScalarLike:
     return s if type(s) in (int, float) else jnp.asarray(s, dtype)
 
 
-def cast_like(x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
+def cast_like(x: PyTree[Array], y: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[Array]:
     """Cast `x` to the dtypes of `y`."""
     return jax.tree.map(lambda a, b: a.astype(b.dtype), x, y)
 
