@@ -311,7 +311,7 @@ def first_line(error: Exception) -> str:
             "`float` out, and for a Python `if` use `jnp.where` or `jax.lax.cond`"
         )
     if re.search(r"(-valued inputs .* got|primal dtype) (u?int|bool)", str(error)):
-        return "it differentiates by whole numbers, which must be floats, such as points"
+        return "it differentiates by whole numbers, which must be floats"
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
