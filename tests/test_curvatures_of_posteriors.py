@@ -211,6 +211,108 @@ def test_all_eigenpairs_of_a_regression_are_the_full_curvature():
     assert found.log_evidence() == pytest.approx(float(exact.log_evidence()), rel=1e-8)
 
 
+# By the kernel, by singular values, by some eigenpairs, and by factors
+@pytest.mark.parametrize(
+    ("n", "curvature", "budget"),
+    [
+        (3, "full", 1_000),
+        (3, "full", 10**6),
+        (40, "full", 10**6),
+        (40, 3, 10**6),
+        (7, "kronecker", 10**6),
+    ],
+)
+def test_draws_have_the_posterior_covariance(n, curvature, budget):
+    """Draws are linear in standard normal numbers. The matrix that maps these to the
+    outputs, times its transpose, is the covariance."""
+    model, inputs, labels, test = case("dense", n)
+    prior, loss = 0.5, gnlin.SoftmaxCrossEntropy()
+    posterior = gnlin.predict.posterior(
+        model,
+        (inputs, labels),
+        loss=loss,
+        prior=prior,
+        curvature=curvature,
+        memory_budget=budget,
+    )
+    if curvature == "full":
+        assert posterior._basis.on_outputs == (budget == 1_000)
+    parameters, _ = eqx.partition(model, eqx.is_inexact_array)
+    theta, unravel = jax.flatten_util.ravel_pytree(parameters)
+    narrowed = lambda e: posterior._basis.narrowed(unravel(e), posterior.damping)
+    of_each = jax.vmap(lambda e: jax.flatten_util.ravel_pytree(narrowed(e))[0])
+    square = of_each(jnp.eye(theta.size)) @ of_each(jnp.eye(theta.size)).T
+
+    outputs, rows = outputs_of(model, inputs), rows_of(model, inputs)
+    half = root(hessian(outputs))
+    if curvature == "kronecker":
+        dense = kronecker([np.tensordot(half, x, 1) for x in rows])
+    else:
+        phi = half @ flat(rows)
+        w, v = np.linalg.eigh(phi.T @ phi)
+        w[: 0 if curvature == "full" else -curvature] = 0
+        dense = v @ np.diag(w) @ v.T
+    expected = np.linalg.inv(np.eye(theta.size) + prior**2 * dense)
+    np.testing.assert_allclose(square, expected, atol=1e-4 if curvature == 3 else 1e-9)
+
+    draws = slightly_wrong(posterior.sample, test, 4_000, key=jax.random.key(3))
+    of_test = flat(rows_of(model, test))
+    covariance = prior**2 * of_test @ expected @ of_test.T
+    deviations = np.asarray(draws) - np.asarray(outputs_of(model, test))
+    deviations = deviations.reshape(4_000, -1)
+    found = deviations.T @ deviations / 4_000
+    # Five standard errors of each number
+    scale = np.sqrt(np.diag(covariance))
+    assert np.max(np.abs(found - covariance) / np.outer(scale, scale)) < 5 * np.sqrt(
+        2 / 4_000
+    )
+
+
+def test_draws_of_a_regression_are_about_its_mean():
+    model, inputs, _, test = case("dense")
+    targets = jnp.asarray(np.random.default_rng(2).normal(size=(7, 2)))
+    posterior = gnlin.predict.posterior(model, (inputs, targets), noise=0.3)
+    mean, variance = posterior(test)
+    draws = posterior.sample(test, 4_000, key=jax.random.key(0))
+    assert draws.shape == (4_000, 5, 2)
+    errors = jnp.abs(jnp.mean(draws, 0) - mean) / jnp.sqrt(variance / 4_000)
+    assert jnp.max(errors) < 5
+    other = posterior.sample(test, 4_000, key=jax.random.key(1))
+    assert not jnp.allclose(draws, other)
+    assert posterior.sample(key=jax.random.key(0)).shape == (1, 7, 2)
+    by_input = jax.grad(lambda x: jnp.sum(posterior.sample(x, key=jax.random.key(0))))
+    h = 1e-5 * jnp.ones_like(test)
+    ends = (posterior.sample(test + s * h, key=jax.random.key(0)) for s in (1, -1))
+    slope = (jnp.sum(next(ends)) - jnp.sum(next(ends))) / 2e-5
+    assert jnp.sum(by_input(test)) == pytest.approx(float(slope), rel=1e-6)
+    with pytest.raises(ValueError, match="num_samples"):
+        posterior.sample(test, 0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="key"):
+        posterior.sample(test, key=0)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_probabilities_approximate_the_integral_over_the_logits(num_classes):
+    """A constant added to all logits, of which the data say nothing, has no effect."""
+    model = eqx.nn.MLP(3, num_classes, 4, 1, jnp.tanh, key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+    data = jnp.asarray(rng.normal(size=(40, 3))), jnp.asarray(rng.integers(0, 2, 40))
+    loss = gnlin.SoftmaxCrossEntropy()
+    trained = gnlin.solve(model, data, loss=loss, prior=1.0)
+    posterior = gnlin.predict.posterior(trained, data, loss=loss)
+    far = jnp.asarray(3 * rng.normal(size=(20, 3)))
+    logits = posterior.sample(far, 4_000, key=jax.random.key(0))
+    integral = jnp.mean(jax.nn.softmax(logits), axis=0)
+    found = posterior.probabilities(far)
+    np.testing.assert_allclose(jnp.sum(found, -1), 1, rtol=1e-12)
+    np.testing.assert_allclose(found, integral, atol=0.03 if num_classes == 2 else 0.15)
+    if num_classes == 2:
+        difference = logits[..., 0] - logits[..., 1]
+        mean, variance = np.mean(difference, 0), np.var(np.asarray(difference), 0)
+        expected = jax.nn.sigmoid(mean / jnp.sqrt(1 + jnp.pi / 8 * variance))
+        np.testing.assert_allclose(found[:, 0], expected, atol=0.02)
+
+
 def test_mistakes():
     model, inputs, labels, _ = case("dense")
     data, loss = (inputs, labels), gnlin.SoftmaxCrossEntropy()

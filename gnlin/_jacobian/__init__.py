@@ -5,6 +5,7 @@ from ._base import (
     AbstractJacobian as AbstractJacobian,
     DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
     grouped as grouped,
+    multiplied as multiplied,
     plain_operator as plain_operator,
 )
 from ._block import AbstractBlock as AbstractBlock

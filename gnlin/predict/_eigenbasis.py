@@ -169,6 +169,22 @@ class Eigenbasis(eqx.Module):
         unseen = other.squared_rows().astype(w.dtype) - jnp.sum(seen**2, axis=1)
         return left + jnp.maximum(unseen, 0)
 
+    def narrowed(self, normal: PyTree[Array], damping: Scalar) -> PyTree[Array]:
+        r"""Return $(I + \phi^\top\phi/\lambda)^{-1/2}\,\epsilon$. If `normal`, the
+        $\epsilon$ like the parameters, is standard normal, this is a draw of the
+        posterior about its mean, in units of the prior's standard deviation."""
+        root = jnp.sqrt(self.eigenvalues + damping)
+        # (1 - sqrt(lambda / (w + lambda))) / w without cancellation
+        lost = 1 / ((root + jnp.sqrt(damping)) * root)
+        if self.on_outputs:
+            along = matmul(self.vectors.T, self.jacobian.push_forward(normal))
+            change = self.jacobian.pull_back(matmul(self.vectors, lost * along))
+        else:
+            flat, unravel = ravel_pytree(normal)
+            along = self.eigenvalues * lost * matmul(self.vectors.T, flat)
+            change = unravel(matmul(self.vectors, along))
+        return _tree.axpy(-1, change, normal)
+
     def inverse_norm(self, vector: PyTree[Array], damping: Scalar) -> Scalar:
         r"""Return $\lambda\,g^\top(\phi^\top\phi + \lambda I)^{-1} g$ for a `vector` $g$
         like the parameters."""

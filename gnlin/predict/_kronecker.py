@@ -6,6 +6,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
@@ -40,6 +41,16 @@ class Factors(eqx.Module):
         safe = jnp.where(trace > 0, trace, 1)
         w, v = jnp.maximum(w, 0) / safe, jnp.maximum(v, 0)
         return Factors(w[:, None] * v[None], left, right, traces, axes)
+
+    def narrowed(self, array: Array, damping: Scalar) -> Array:
+        """Return what `Eigenbasis.narrowed` does, for an array of the shape of the
+        parameters."""
+        ordered = array.transpose(self.axes)
+        matrix = ordered.reshape(self.eigenvalues.shape)
+        rotated = matmul(matmul(self.left.T, matrix), self.right)
+        rotated = rotated * jnp.sqrt(damping / (self.eigenvalues + damping))
+        matrix = matmul(matmul(self.left, rotated), self.right.T)
+        return matrix.reshape(ordered.shape).transpose(np.argsort(self.axes))
 
     def inverse_norm(self, array: Array, damping: Scalar) -> Scalar:
         r"""Return $\lambda\,g^\top(C + \lambda I)^{-1} g$ for an array g of the shape of
@@ -121,6 +132,12 @@ class Kronecker(eqx.Module):
                 args = block, factors, damping
                 total += with_derivative_of(_variance, found, *args)
         return jnp.zeros_like(total), total
+
+    def narrowed(self, normal: PyTree[Array], damping: Scalar) -> PyTree[Array]:
+        """Return what `Eigenbasis.narrowed` does."""
+        leaves, structure = jax.tree.flatten(normal)
+        pairs = zip(self.factors, leaves, strict=True)
+        return structure.unflatten([x.narrowed(leaf, damping) for x, leaf in pairs])
 
     def inverse_norm(self, vector: PyTree[Array], damping: Scalar) -> Scalar:
         r"""Return $\lambda\,g^\top(C + \lambda I)^{-1} g$ for a `vector` $g$ like the

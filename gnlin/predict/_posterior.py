@@ -7,11 +7,17 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_finite_positive, check_scalar, is_whole
-from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._common._checks import (
+    as_key,
+    check_count,
+    check_finite_positive,
+    check_scalar,
+    is_whole,
+)
+from .._jacobian import DEFAULT_MEMORY_BUDGET, multiplied
 from .._training._model import with_fixed_state
 from .._training._solution import model_and_spec, Solution
 from ..losses import AbstractLoss, SigmoidCrossEntropy, SoftmaxCrossEntropy, SquaredError
@@ -219,17 +225,57 @@ class Posterior(eqx.Module):
         warn_of_slope(self, stacklevel=3)
         return _predicted(self, inputs)
 
+    def sample(
+        self,
+        inputs: PyTree[ArrayLike] | None = None,
+        num_samples: int = 1,
+        *,
+        key: Key[Array, ""],
+    ) -> PyTree[Array]:
+        r"""Draw functions from the posterior, and return their outputs on n inputs, with
+        leading axes `(num_samples, n)`. The outputs of a draw belong to one linearised
+        model, so they have the posterior's correlations, between inputs as well. They are
+        without noise.
+
+        A draw takes a pass through the linearised model on the inputs, and two on the
+        training inputs if there are more parameters than training outputs. It has
+        derivatives by the inputs, the noise and the prior.
+
+        !!! example
+
+            ```python
+            model = eqx.nn.MLP(3, 2, 16, 1, key=jax.random.key(0))
+            data, loss = (inputs, labels), gnlin.SoftmaxCrossEntropy()
+            solution = gnlin.solve(model, data, loss=loss, prior=1.0)
+            posterior = gnlin.predict.posterior(solution, data, loss=loss)
+            logits = posterior.sample(inputs, 1000, key=jax.random.key(1))
+            probabilities = jnp.mean(jax.nn.softmax(logits), axis=0)
+            ```
+        """
+        check_count("num_samples", num_samples)
+        warn_of_rounding(self)
+        warn_of_slope(self, stacklevel=3)
+        return _sampled(self, inputs, num_samples, as_key(key))
+
     def probabilities(self, inputs: PyTree[ArrayLike] | None = None) -> PyTree[Array]:
-        r"""Return the probabilities of classes on n inputs,
-        $\mathrm{softmax}(\mu / \sqrt{1 + \pi v/8})$, or the sigmoid if the loss has one.
+        r"""Return the probabilities of C classes on n inputs. They approximate the
+        integral of the softmax over the logits. With $d$, each logit less the mean of the
+        others, they are
+
+        $$\mathrm{softmax}\Bigl(\frac{(1 - 1/C)\,\mathbb{E}\,d}
+        {\sqrt{1 + \tfrac{\pi}{8}\operatorname{var} d}}\Bigr).$$
+
+        With two classes, or if the loss has a sigmoid, this is MacKay's formula. For the
+        integral itself, average over draws of [`gnlin.predict.Posterior.sample`][].
 
         **Raises:** `ValueError` if the loss is not one of classes.
 
         ??? cite "Reference"
 
             D. MacKay, *The Evidence Framework Applied to Classification Networks*, Neural
-            Computation 4 (1992), equation 11; for several classes: Z. Lu, E. Ie and F.
-            Sha, *Mean-Field Approximation to Gaussian-Softmax Integral* (2020).
+            Computation 4 (1992), equation 11; for several classes, but with the variances
+            of the logits themselves: Z. Lu, E. Ie and F. Sha, *Mean-Field Approximation
+            to Gaussian-Softmax Integral* (2020).
         """
         loss = self._linearised.loss
         if not isinstance(loss, SoftmaxCrossEntropy | SigmoidCrossEntropy):
@@ -238,10 +284,16 @@ class Posterior(eqx.Module):
                 f"`gnlin.SoftmaxCrossEntropy()`, but the loss is {type(loss).__name__}: "
                 "use mean and variance instead."
             )
-        of_classes = isinstance(loss, SoftmaxCrossEntropy)
-        squash = jax.nn.softmax if of_classes else jax.nn.sigmoid
-        moderated = lambda m, v: squash(m / jnp.sqrt(1 + math.pi / 8 * v))
-        return jax.tree.map(moderated, *self(inputs))
+        warn_of_slope(self, stacklevel=3)
+        moderated = lambda m, v: m / jnp.sqrt(1 + math.pi / 8 * v)
+        if isinstance(loss, SigmoidCrossEntropy):
+            predicted = _predicted(self, inputs)
+            return jax.nn.sigmoid(jax.tree.map(moderated, *predicted))
+        # A constant added to all logits changes no probability, so the data say nothing
+        # about it, and its variance is the prior's.
+        differences = moderated(*_predicted(self, inputs, differences=True))
+        num_classes = differences.shape[-1]
+        return jax.nn.softmax((1 - 1 / num_classes) * differences)
 
     def at(
         self, *, noise: ScalarLike | None = None, prior: ScalarLike | None = None
@@ -356,6 +408,14 @@ class Posterior(eqx.Module):
         return self.at(prior=1 / jnp.sqrt(damping))
 
 
+class _LessTheOthers(eqx.Module):
+    """The matrix that subtracts from each logit the mean of the others."""
+
+    def mv(self, logits: Float[Array, "*positions classes"]) -> Array:
+        c = logits.shape[-1]
+        return (c * logits - jnp.sum(logits, -1, keepdims=True)) / max(1, c - 1)
+
+
 def _check_deviation(name: str, value: ScalarLike) -> None:
     check_scalar(name, value)
     check_finite_positive(name, value)
@@ -382,15 +442,44 @@ def _set_up(
 
 
 @eqx.filter_jit
-def _predicted(posterior: Posterior, inputs: PyTree | None) -> Gaussian:
+def _predicted(
+    posterior: Posterior, inputs: PyTree | None, *, differences: bool = False
+) -> Gaussian:
+    """Return the mean and variance of the outputs, or of each output less the mean of the
+    others."""
     linearised, basis = posterior._linearised, posterior._basis
     on, damping = linearised.on(inputs), posterior.damping
-    unravel = on.jacobian.codomain.unravel
-    mean, (change, left) = on.outputs, basis.predicted(on.jacobian, damping)
+    mean, jacobian = on.outputs, on.jacobian
+    if differences:
+        matrix = _LessTheOthers()
+        mean = multiplied(matrix, mean)
+        jacobian = jacobian.transformed(matrix, jacobian.codomain)
+    unravel = jacobian.codomain.unravel
+    change, left = basis.predicted(jacobian, damping)
     if posterior._moves:
         mean = jax.tree.map(jnp.add, mean, unravel(change))
     variance = posterior.prior**2 * jnp.maximum(left, 0)
     return Gaussian(mean, unravel(variance))
+
+
+@eqx.filter_jit
+def _sampled(
+    posterior: Posterior, inputs: PyTree | None, num_samples: int, key: Key[Array, ""]
+) -> PyTree[Array]:
+    mean = _predicted(posterior, inputs).mean
+    on = posterior._linearised.on(inputs)
+    jacobian, unravel = on.jacobian, on.jacobian.codomain.unravel
+    domain = jacobian.domain
+
+    def draw(key: Key[Array, ""]) -> PyTree[Array]:
+        normal = domain.unravel(jax.random.normal(key, (domain.size,), domain.dtype))
+        about_mean = posterior._basis.narrowed(normal, posterior.damping)
+        change = unravel(jacobian.push_forward(about_mean))
+        return jax.tree.map(lambda m, c: m + posterior.prior * c, mean, change)
+
+    keys = jax.random.split(key, num_samples)
+    at_once = min(num_samples, jacobian.passes_at_once(domain.dtype.itemsize))
+    return jax.lax.map(draw, keys, batch_size=at_once)
 
 
 @eqx.filter_jit
