@@ -83,6 +83,7 @@ def uncertainty(num_points, num_draws, path):
     known = posterior(grid)
     low, high = known.interval(0.95)
     lowest, highest = known.interval(0.95, noise=posterior.noise)
+    draws = posterior.sample(grid, 5, key=jax.random.key(3))
     # --8<-- [end:posterior]
     print(f"noise found: {posterior.noise:.3f}, drawn with 0.15")
 
@@ -100,7 +101,8 @@ def uncertainty(num_points, num_draws, path):
     light = {"alpha": 0.15, "color": BLUE, "linewidth": 0}
     bands.fill_between(x, lowest[:, 0], highest[:, 0], **light, label="a measurement")
     bands.fill_between(x, low[:, 0], high[:, 0], **{**light, "alpha": 0.35}, label="95 %")
-    bands.plot(x, known.mean[:, 0], color=BLUE)
+    bands.plot(x, draws[..., 0].T, color=BLUE, linewidth=0.6)
+    bands.plot(x, known.mean[:, 0], color=BLUE, linewidth=2)
     bands.plot(x, jnp.sin(4 * x), "--", color=GREY, label="the truth")
     bands.plot(*data, "k.", markersize=4)
     bands.set(ylim=(-3.6, 3), xlabel="x", title="what is known of a network's outputs")
