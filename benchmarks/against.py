@@ -16,18 +16,21 @@ def compare(folder: Path, other: Path) -> None:
     """Print the verdicts that differ between the report in a folder and another
     report."""
     now, then = _read(folder / "report.json"), _read(other)
-    lines, num_alike = [], 0
+    lines, num_alike, num_missing = [], 0, 0
     for name in dict.fromkeys([*then, *now]):
         claims = dict.fromkeys([*then.get(name, {}), *now.get(name, {})])
         for claim in claims:
             old, new = (of.get(name, {}).get(claim) for of in (then, now))
             if old and new and old["outcome"] == new["outcome"] and _overlap(old, new):
                 num_alike += 1
+            elif not new:
+                num_missing += 1
             else:
                 lines.append(f"{name}: {claim}\n    {_shown(old)} -> {_shown(new)}")
     print("\n".join(lines))
     print(
-        f"{num_alike} verdicts agree and have overlapping intervals; {len(lines)} differ."
+        f"{num_alike} verdicts agree and have overlapping intervals; {len(lines)} "
+        f"differ; {num_missing} are in the other report only."
     )
 
 

@@ -307,8 +307,9 @@ class Experiment(Generic[S]):
             except TypeError:
                 needed = own_task.described(kinds[name])
                 raise Refusal(f"{said} must be {needed}.") from None
-            if name == self.grid:
+            if isinstance(converted, tuple):
                 converted = tuple(sorted(set(converted)))
+            if name == self.grid:
                 converted = self._grid(settings, converted, said)
             else:
                 _check_range(name, converted, said)

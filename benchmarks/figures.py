@@ -86,11 +86,13 @@ def fill(
     high: Float[ndarray, " points"],
     colour: Any,
 ) -> None:
-    """Draw ranges as a band, or as a bar at a single point, where a band has no width."""
-    if len(x) == 1:
-        axes.vlines(x, low, high, color=colour, alpha=0.5)
-    else:
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    """Draw ranges as a band, and as bars at points without known neighbours, where a band
+    has no width."""
+    known = np.concatenate([[False], np.isfinite(low), [False]])
+    alone = known[1:-1] & ~known[:-2] & ~known[2:]
+    if alone.any():
+        axes.vlines(x[alone], low[alone], high[alone], color=colour, alpha=0.5)
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def field(

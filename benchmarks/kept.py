@@ -12,6 +12,7 @@ from pathlib import Path
 from . import report
 from ._options import Refusal
 from ._results import claim_folder, read_settings, write_whole
+from .own_task import is_own
 
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +31,13 @@ def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
     taken = []
     for name in names:
         settings = read_settings(results / name)
-        if settings is not None and settings["finished"]:
-            _copy(results / name, name, settings["figures"], root)
-            taken.append(name)
+        if settings is None or not settings["finished"]:
+            continue
+        if settings["scale"] == "quick" or is_own(settings["settings"].get("data", "")):
+            print(f"{name} is not copied: it is a quick run, or on a task of your own.")
+            continue
+        _copy(results / name, name, settings["figures"], root)
+        taken.append(name)
     print(f"Finished experiments in '{results}': {', '.join(taken) or 'none'}.")
     if not (root / KEPT).exists():
         raise Refusal(f"'{results}' has no finished experiment; run one first.")

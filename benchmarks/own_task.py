@@ -51,6 +51,8 @@ def named(path: Path) -> str:
 
 @functools.lru_cache
 def read(path: str) -> OwnTask:
+    if not Path(path).is_file():
+        raise Refusal(f"There is no file '{path}'.")
     try:
         found = runpy.run_path(path)
         text = Path(path).read_bytes()
@@ -76,7 +78,7 @@ def draw(path: str, num_train: int | None, seed: int) -> Any:
     if num_train is not None and num_train > number:
         raise Refusal(
             f"The task '{path}' has {number:,} training examples, but {num_train:,} are "
-            "requested; set a smaller number in its `settings`."
+            "requested; set a smaller `num_train`, or smaller `sizes`, in its `settings`."
         )
     first = _drawn(path, 0) if seed != 0 else (train, validation, test)
     if any(
@@ -122,7 +124,15 @@ def _drawn(path: str, seed: int) -> Any:
 
 def check(path: str, num_train: int | None = None) -> None:
     """Raise `Refusal` if the model does not suit the data, or if there are too few."""
-    (inputs, targets), _, _ = parts = draw(path, num_train, 0)
+    (inputs, targets), *others = parts = draw(path, num_train, 0)
+    kinds = lambda part: [(x.shape[1:], x.dtype.kind == "f") for x in part]
+    for name, part in zip(("validation", "test"), others, strict=True):
+        if kinds(part) != kinds((inputs, targets)):
+            raise Refusal(
+                f"The {name} data of the task '{path}' are {_shapes(part)} for each "
+                f"example, but the training data are {_shapes((inputs, targets))}; make "
+                "them alike."
+            )
 
     def outputs_of(key, inputs):
         model, state = with_state(read(path).model(key))
@@ -213,6 +223,12 @@ def described(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, parts))}"
     return {int: "a whole number", float: "a number"}.get(kind, f"a {kind.__name__}")
+
+
+def _shapes(part: tuple[np.ndarray, np.ndarray]) -> str:
+    """Describe the inputs and targets of one example."""
+    each = [f"{'real' if x.dtype.kind == 'f' else 'whole'} {x.shape[1:]}" for x in part]
+    return " and ".join(each)
 
 
 def _said(error: Exception) -> str:

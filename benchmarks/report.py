@@ -331,8 +331,7 @@ def _opening(folder: Path, found: Sequence[Found], kept: bool) -> list[Block]:
                 "says otherwise, it has one value for each seed, and the estimate is "
                 "the mean over the seeds. A claim is ",
                 Outcome("confirmed"),
-                f" if the {CONFIDENCE:.0%} bootstrap interval lies within the claimed "
-                "range, ",
+                f" if the {CONFIDENCE:.0%} interval lies within the claimed range, ",
                 Outcome("refuted"),
                 " if it lies outside, and ",
                 Outcome("undecided"),
@@ -345,11 +344,11 @@ def _opening(folder: Path, found: Sequence[Found], kept: bool) -> list[Block]:
         Paragraph(
             [
                 "The column 'after Holm' gives the outcome after Holm's correction over "
-                "the verdicts of all experiments. The p-values are Student's, which "
-                "assume that the mean over the seeds is normally distributed. The "
-                "column 'exact p' gives the smallest p-value that a sign test of as "
-                "many seeds could give, which does not assume this. The thresholds are "
-                "in ",
+                "the verdicts of all experiments. A p-value inverts the interval, which "
+                "with at most ten seeds is at least as wide as Student's, for normally "
+                "distributed means. The column 'exact p' gives the smallest p-value that "
+                "a sign test of as many seeds could give, which does not assume this. "
+                "The thresholds are in ",
                 Code("benchmarks/thresholds.py"),
                 f". They were set on {thresholds.DATE}, unless a later date is given "
                 "there.",
@@ -362,6 +361,10 @@ def _opening(folder: Path, found: Sequence[Found], kept: bool) -> list[Block]:
             "the repository. Only their settings, verdicts and figures are left."
         )
         blocks.append(Paragraph([unknown]))
+    if "quick" in scales:
+        blocks.append(
+            Paragraph(["Quick runs only test the code: their verdicts say nothing."])
+        )
     if len(scales) > 1:
         counts = Counter(result.scale for result in found)
         of_each = ", ".join(f"{number} at '{name}'" for name, number in counts.items())
@@ -523,7 +526,7 @@ def _judged(result: Found) -> list[Block]:
         return [Paragraph(["This experiment judges no claim."])]
     header = "claim", "quantity", "claimed", "estimate", f"{CONFIDENCE:.0%} interval"
     table = Table(
-        [*header, "seeds", "p (Student's)", "exact p", "outcome", "after Holm"],
+        [*header, "seeds", "p", "exact p", "outcome", "after Holm"],
         [
             [
                 [f"{v.claim} ({v.note})" if v.note else v.claim],

@@ -109,7 +109,7 @@ FASTEST_EARLY = Threshold(
     above=0.5,
 )
 SAME_LOSS = within(1e-3, "two solvers that converge may differ by a thousandth")
-SAME_BEST = within(0.05, "less than a factor of two over six decades of lambda")
+SAME_BEST = within(0.05, "less than a factor of two if it held over six decades")
 HALF_AGREES = Threshold("more often than not", above=0.5)
 MOST_OF_IT = Threshold("less than half of the excess remains", above=0)
 """The statistic is an excess minus twice its remainder."""

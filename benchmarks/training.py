@@ -274,6 +274,8 @@ def described(settings: Images) -> str:
     batch = "full batch" if settings.batch_size is None else "mini-batches of "
     if settings.batch_size is not None:
         batch += f"{settings.batch_size}"
+        if own_task.is_own(settings.data):
+            batch += ", or all examples if they are fewer"
     if own_task.is_own(settings.data):
         said = f"{settings.network}, {number} training examples, {batch}"
         return said + (f" (accuracy is {EXPLAINED})" if has_values(settings) else "")

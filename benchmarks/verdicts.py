@@ -5,13 +5,12 @@ and the training set and its split. Seeds are therefore independent, and are res
 Repeated measurements at one seed form a row, which is resampled as a whole.
 
 The interval is the percentile interval, widened as if the resampled means were normal and
-Student's quantile were used for them (Hesterberg). With few seeds it is as wide as
-Student's, and it stays within the statistic's own bounds. With fewer than five seeds it
-would be too narrow, as no resample lies beyond the data; then it is the wider one of this
-and Student's, which may leave these bounds. The p-value is found by inverting the
-interval. Beyond the range of the resamples it is Student's p-value, which is close to it
-there. It is smaller than an exact test of a few seeds could give, and the page names it
-Student's.
+Student's quantile were used for them (Hesterberg). It stays within the statistic's own
+bounds. With at most ten seeds it may be too narrow, as no resample lies beyond the data;
+then it is the wider one of this and Student's, which may leave these bounds. The p-value
+is found by inverting the interval. Beyond the range of the resamples it is Student's
+p-value, which is close to it there. It may be smaller than an exact test of a few seeds
+could give, so the page has the least p-value of such a test beside it.
 
 ??? cite "References"
 
@@ -45,8 +44,8 @@ MANY = 10
 width of the interval."""
 _MANY_SEEDS = 1_000
 """If deciding a claim would take more seeds than this, only that is said."""
-_FEW = 5
-"""With fewer seeds than this, the percentiles are those of the outermost resamples."""
+_FEW = 11
+"""With fewer seeds than this, the interval is no narrower than Student's."""
 _NUM_RESAMPLES = 19_999
 _NUM_OF_STATISTIC = 1_999
 """The number of resamples of a statistic other than the mean, which are computed one by

@@ -123,6 +123,18 @@ def test_finished_results_replace_kept_ones(tmp_path, capsys):
     assert all(f"](report/{name}.png)" in text for name in ("batch", "filters", "resnet"))
 
 
+@pytest.mark.parametrize(
+    "other", [{"scale": "quick"}, {"settings": {"data": "my_task.py"}}]
+)
+def test_quick_runs_and_those_of_an_own_task_are_not_kept(other, tmp_path, capsys):
+    results = tmp_path / "results"
+    folder = leave(results, "batch", **other)
+    (folder / "batch.csv").write_text("seed\n0\n")
+    with pytest.raises(Refusal, match="no finished experiment"):
+        kept.keep(results, ["batch"], tmp_path)
+    assert "batch is not copied: it is a quick run" in capsys.readouterr().out
+
+
 def test_without_results_nothing_is_kept(tmp_path):
     (tmp_path / "results").mkdir()
     with pytest.raises(Refusal, match="no finished experiment"):

@@ -176,6 +176,8 @@ OF_DATA = "`data.seed.` of the task .* must return three pairs of inputs and tar
         ("(x[:30], y[:30])", "(x[:30], y[:30], y)", OF_DATA),
         ("(x[:30], y[:30]), ", "", OF_DATA),
         ("y[:30])", 'y[:30].astype("str"))', OF_DATA),
+        ("y[40:])", "y[40:, None])", "The test data of the task .* whole .1,. for each"),
+        ("(x[30:40]", "(x[30:40, :2]", "The validation data of .* real .2,. and whole"),
         (".astype(int)", "", f"{OF_DATA}.* not booleans: write `.astype.int.`"),
     ],
 )
@@ -227,6 +229,9 @@ def test_the_grid_of_a_task_is_sorted_as_that_of_the_command_line_is(task):
     for given, expected in (("(100, 3, 100)", (3.0, 100.0)), ("[7]", (7.0,))):
         written(task, TASK.replace('"learning_rate": 0.02', f'"periods": {given}'))
         assert settings_of(k_vs_lambda, task).periods == expected
+    # Other lists are sorted as well: verdicts take their ends.
+    written(task, TASK.replace('"learning_rate": 0.02', '"sizes": (20, 5, 20)'))
+    assert settings_of(data_scaling, task).sizes == (5, 20)
 
 
 def test_a_scalar_model_of_classes_is_told_to_have_two_outputs(task):

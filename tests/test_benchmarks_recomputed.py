@@ -30,12 +30,16 @@ def table_of(all_runs, path):
 
 
 def interval(values, statistic=np.mean):
-    """Bootstrap in a plain loop, with quantiles at the widened level of Student's t."""
+    """Bootstrap in a plain loop, with quantiles at the widened level of Student's t, or
+    Student's own interval where this is wider."""
     generator = np.random.default_rng(99)
     n = len(values)
     means = [statistic(generator.choice(values, n)) for _ in range(4_000)]
-    level = stats.norm.cdf(stats.t.ppf(0.025, n - 1) * math.sqrt(n / (n - 1)))
-    return np.quantile(means, [level, 1 - level])
+    quantile = stats.t.ppf(0.025, n - 1) * math.sqrt(n / (n - 1))
+    level, estimate = stats.norm.cdf(quantile), statistic(values)
+    low, high = np.quantile(means, [level, 1 - level])
+    half = -quantile * np.std(means)
+    return min(low, estimate - half), max(high, estimate + half)
 
 
 def check(verdict, values, above, below=math.inf, statistic=np.mean, tolerance=0.1):
@@ -87,11 +91,12 @@ def test_infinity_scales_worse(tmp_path):
             columns["finished"] = np.ones((SEEDS, 1))
         else:
             columns = {"test_accuracy": 1 - error, "train_loss": 0 * error}
+            columns["validation_accuracy"] = rng.random((SEEDS, 3))
             columns["guessing_loss"] = np.ones((SEEDS, 1))
         return Runs({"period": period, "num_train": size}, columns)
 
     all_runs = [runs(period, size) for period in settings.periods for size in sizes]
-    alike, worse, _ = data_scaling.judge_all(settings, all_runs)
+    alike, worse, _, by_validation = data_scaling.judge_all(settings, all_runs)
     table = table_of(all_runs, tmp_path / "table.csv")
     by_run = table.groupby(["period", "num_train", "seed"])
     least = 1 - by_run[["test_accuracy", "test_accuracy_linearised"]].max().max(axis=1)
@@ -105,6 +110,11 @@ def test_infinity_scales_worse(tmp_path):
 
     check(alike, slopes(10.0) - slopes(1.0), above=-0.05, below=0.05)
     check(worse, slopes(math.inf) - slopes(1.0), above=0)
+    first = table[(table["period"] == 1) & (table["num_train"] == 400)]
+    looks = first.loc[first.groupby("seed")["validation_accuracy"].idxmax()]
+    of_one = 1 - looks["test_accuracy"].to_numpy()
+    ratio = np.log10(least[math.inf].unstack("num_train")[400].to_numpy() / of_one)
+    check(by_validation, ratio, above=0)
 
 
 def test_alignment_falls_as_k_grows(tmp_path):

@@ -312,7 +312,8 @@ def test_reports_are_compared_by_claim(tmp_path, capsys):
         "    refuted, -0.5 [-0.75, -0.25] -> refuted, 3 [2, 4]",
         "k-sweep: a new one",
         "    missing -> confirmed, 0.5 [0.25, 0.75]",
-        "1 verdicts agree and have overlapping intervals; 3 differ.",
+        "1 verdicts agree and have overlapping intervals; 3 differ; 0 are in the other "
+        "report only.",
     ]
 
 

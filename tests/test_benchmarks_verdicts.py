@@ -72,15 +72,31 @@ def widened(n):
     return stats.norm.cdf(quantile)
 
 
-def test_the_interval_is_the_widened_percentile_interval_of_all_resamples():
+def wider(resamples, estimate, n):
+    """Return the wider one of the widened percentiles and Student's interval."""
+    low, high = np.quantile(resamples, [widened(n), 1 - widened(n)])
+    half = stats.t.ppf(0.975, n - 1) * np.sqrt(n / (n - 1)) * np.std(resamples)
+    return min(low, estimate - half), max(high, estimate + half)
+
+
+def test_the_interval_is_the_wider_of_percentiles_and_students():
     found = judged()
-    means = every_mean(VALUES)
-    low, high = np.quantile(means, [widened(5), 1 - widened(5)])
+    ends = wider(every_mean(VALUES), np.mean(VALUES), 5)
     assert found.estimate == pytest.approx(np.mean(VALUES))
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.02)
-    assert min(VALUES) <= found.low < found.high <= max(VALUES)
+    assert (found.low, found.high) == pytest.approx(ends, abs=0.02)
+    student = stats.ttest_1samp(VALUES, 0).confidence_interval(0.95)
+    assert found.low == pytest.approx(student.low, abs=0.005)
+    assert found.high > student.high
     assert (found.condition, found.reason) == ("> 0", "a reason")
     assert (found.num_seeds, found.num_left_out) == (5, 0)
+
+
+def test_with_many_seeds_the_interval_is_of_percentiles():
+    values = np.random.default_rng(3).exponential(size=12)
+    found = judged(values)
+    means = np.random.default_rng(4).choice(values, (20_000, 12)).mean(axis=1)
+    ends = np.quantile(means, [widened(12), 1 - widened(12)])
+    assert (found.low, found.high) == pytest.approx(ends, abs=0.03)
 
 
 def test_intervals_of_many_normal_values_are_near_students():
@@ -124,7 +140,7 @@ def test_an_interval_covers_as_often_as_it_says():
     assert covered == pytest.approx(0.95, abs=0.06)
 
 
-@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("number", [2, 3, 4, 8])
 def test_with_very_few_seeds_the_interval_is_no_narrower_than_students(number):
     """The percentiles stay within the data, which rarely enclose the mean."""
     rng = np.random.default_rng(number)
@@ -217,7 +233,7 @@ def test_a_statistic_of_rows_is_resampled_by_rows():
     found = judge("", "", rows, bounded(above=0), statistic=statistic)
     chosen = np.array(list(itertools.product(range(6), repeat=6)))[::7]
     all_of_them = np.ptp(rows[chosen].mean(axis=1), axis=1)
-    ends = np.quantile(all_of_them, [widened(6), 1 - widened(6)])
+    ends = wider(all_of_them, statistic(rows), 6)
     assert found.estimate == pytest.approx(statistic(rows))
     assert (found.low, found.high) == pytest.approx(ends, abs=0.1)
 

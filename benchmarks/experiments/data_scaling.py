@@ -7,7 +7,7 @@ set is a subset of a larger one.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,13 +76,16 @@ def train(settings: DataScaling, point: Point, place: Place) -> Columns:
 
 
 def errors(
-    settings: DataScaling, all_runs: Sequence[Runs], period: float
+    settings: DataScaling,
+    all_runs: Sequence[Runs],
+    period: float,
+    stop: Callable[[Runs], Float[ndarray, " seeds"]] = training.optimally_stopped,
 ) -> Float[ndarray, "seeds sizes"]:
     """Return the test errors at optimal early stopping, which is the paper's statistic,
     or at the solution if K is infinite; NaN if training has not finished."""
 
     def stopped(runs):
-        return training.where_trained(training.optimally_stopped(runs), runs)
+        return training.where_trained(stop(runs), runs)
 
     accuracy = stopped if math.isfinite(period) else solved_accuracy
     found = [
@@ -108,6 +111,11 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
         if first < period < math.inf
     ]
     if math.inf in settings.periods:
+        stop = training.early_stopped
+        by_validation = np.log10(errors(settings, all_runs, first, stop))
+        larger = f"K = infinity has a larger error than K = {first:g}"
+        largest = f"n = {max(settings.sizes):,}"
+        ratio = f"log10 of the ratio of test errors, K = infinity over K = {first:g}"
         verdicts += [
             judge(
                 "With more data, the error for K = infinity falls more slowly than for "
@@ -118,10 +126,15 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
                 thresholds.RISES,
             ),
             judge(
-                f"K = infinity has a larger error than K = {first:g} at n = "
-                f"{max(settings.sizes):,}",
-                f"log10 of the ratio of test errors, K = infinity over K = {first:g}",
+                f"{larger} at {largest}",
+                f"{ratio} at its best look on the test images",
                 (found[math.inf] - found[first])[:, -1],
+                thresholds.RISES,
+            ),
+            judge(
+                f"{larger}, stopped early on validation images, at {largest}",
+                f"{ratio} at its best look on the validation images",
+                (found[math.inf] - by_validation)[:, -1],
                 thresholds.RISES,
             ),
         ]
@@ -139,7 +152,7 @@ def draw(settings: DataScaling, all_runs: Sequence[Runs], out: Path) -> Mapping[
             label = f"K = {period:,.0f}" if ours else r"K = $\infty$"
             values = 100 * errors(settings, all_runs, period)
             band(axes, settings.sizes, values, colour, label, "o-")
-        axes.set(xscale="log", yscale="log", xlabel="Training images $n$")
+        axes.set(xscale="log", yscale="log", xlabel="Training examples $n$")
         axes.set_ylabel("Test error (%)")
         low, high = axes.get_ylim()
         ticks = [tick for tick in (1, 2, 3, 5, 10, 20, 30, 50, 80) if low < tick < high]
@@ -148,8 +161,9 @@ def draw(settings: DataScaling, all_runs: Sequence[Runs], out: Path) -> Mapping[
         axes.legend()
     return {
         "data_scaling": "Test error at optimal early stopping against the number of "
-        "training images, for several K. For K = infinity the problem is solved by "
-        f"L-BFGS until no entry of the mean loss's gradient exceeds {TOLERANCE:g}. "
+        "training examples, for several K. K = infinity is not stopped early: its "
+        "problem is solved by L-BFGS until no entry of the mean loss's gradient exceeds "
+        f"{TOLERANCE:g}. "
         f"Means and ranges over {settings.seeds} seeds, each with its own images; "
         f"{settings.network} on {settings.data}, mini-batches of "
         f"{settings.batch_size}."

@@ -172,7 +172,8 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
     def slope_of(curve: Callable) -> Callable[[PerRun], float]:
         return lambda errors: float(slope(x, curve(errors, axis=0)))
 
-    unit = "slope of log10 test RMSE in log10 lambda"
+    judged_range = f" from {10 ** x[0]:,.4g} to {10 ** x[-1]:,.4g}" if len(x) else ""
+    unit = f"slope of log10 test RMSE in log10 lambda{judged_range}"
     error, roughness = (
         logs(runs, column, finished(runs)) for column in ("test_rmse", "roughness")
     )
@@ -210,7 +211,7 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
         ),
         judge(
             f"The learned functions get smoother as lambda grows, {name}",
-            "slope of log10 of the RMS second derivative in log10 lambda",
+            f"slope of log10 of the RMS second derivative in log10 lambda{judged_range}",
             slope(x, roughness) if not untested else [],
             thresholds.FALLS,
             untested=untested,

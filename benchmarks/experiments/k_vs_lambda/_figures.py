@@ -323,9 +323,10 @@ def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> N
     if label == "Digits":
         width = task.make_model(jax.random.key(0)).width_size
         label = f"{len(task.train[0])} images, {width} units"
-    mean = np.nanmean(parts[:, known], axis=0)
-    axes.plot(dampings[known], mean, "o-", color=colour, label=label)
-    fill(axes, dampings[known], low[known], high[known], colour)
+    mean = np.full_like(low, np.nan)  # breaks the line where nothing is compared
+    mean[known] = np.nanmean(parts[:, known], axis=0)
+    axes.plot(dampings, mean, "o-", color=colour, label=label)
+    fill(axes, dampings, low, high, colour)
     if task.loss.is_quadratic and not task.in_decades:
         left = scale * difference_at_equal_solution(task, a, b)
         some = np.isfinite(left).mean(axis=0) > MOST_UNFINISHED
