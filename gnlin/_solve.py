@@ -168,7 +168,7 @@ def solve(
             model, groups, filter_spec, part_size=part_size
         )
     check_start(solver.bounds, parameters)
-    parameters = solver.clipped(parameters)
+    parameters = solver.admissible(parameters)
     compiled = network
     if mesh is None and not is_traced((network, parameters, batch)):
         compiled = network.canonical(parameters, batch[0], key)

@@ -167,7 +167,7 @@ def leading(
     if k > n:
         raise ValueError(
             f"A Jacobian of {' x '.join(map(str, lin.shape))} has {n} eigenpairs, but "
-            f"`k={k}` was given."
+            f"{k} were asked for."
         )
     # A restart holds the old basis and the new one.
     room = lin.jacobian.memory_budget // (2 * n * dtype.itemsize)

@@ -319,7 +319,7 @@ def test_mistakes():
     for curvature in ("diagonal", 0, 2.5, True):
         with pytest.raises(ValueError, match='must be "full", "kronecker" or a whole'):
             gnlin.predict.posterior(model, data, loss=loss, curvature=curvature)
-    with pytest.raises(ValueError, match="has 14 eigenpairs, but `k=15` was given"):
+    with pytest.raises(ValueError, match="has 14 eigenpairs, but 15 were asked for"):
         gnlin.predict.posterior(model, data, loss=loss, curvature=15)
     with pytest.raises(ValueError, match="factors of an array do not fit"):
         gnlin.predict.posterior(

@@ -1630,6 +1630,7 @@ def test_a_number_in_a_model_is_not_trained():
     [
         (Y[:7], r"must have the shapes of `y`, \(7,\), but has \(50,\)\.$"),
         (Y[:, None], r"\(50, 1\), but has \(50,\): flatten the one with more axes"),
+        ([Y], "return the values in the structure of `y`"),
         (np.where(X > 3, np.nan, Y), "`y` has a missing value"),
         (np.where(X > 3, np.inf, Y), "`y` must be finite"),
         (np.full(50, np.nan), "`y` has a missing value"),

@@ -413,7 +413,7 @@ def test_what_needs_all_data_is_refused():
         )
     with pytest.raises(ValueError, match="needs `sigma`, the scale"):
         of(loss=gnlin.losses.Huber(1.0))
-    with pytest.raises(ValueError, match="same for all points"):
+    with pytest.raises(ValueError, match="has numbers of its own for each point"):
         of(loss=gnlin.losses.BinomialNLL(np.full(N, 3)))
     with pytest.raises(ValueError, match="LevenbergMarquardt"):
         of(solver=gnlin.GaussNewton())

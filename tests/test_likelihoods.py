@@ -367,6 +367,55 @@ def test_the_runs_test_of_the_true_model_gives_few_alarms(name):
     assert 0.02 < share < 0.06
 
 
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
+def test_the_deviance_of_large_counts_does_not_cancel_in_single_precision(size):
+    """It was -128 for 60 counts of 1e7, where 36 is right, and profiles followed it."""
+    rng = np.random.default_rng(0)
+    means = size * np.exp(0.1 * np.linspace(0, 4, 60))
+    counts = np.float32(rng.poisson(means)).astype(float)
+    tries = np.full(60, 3 * size)
+    successes = np.float32(rng.binomial(int(3 * size), means / tries)).astype(float)
+    log_of = lambda a, b: a * np.log(a / b)
+
+    def of_binomial(log_odds):
+        p = scipy.special.expit(log_odds)
+        failures = tries - successes
+        return log_of(successes, tries * p) + log_of(failures, tries * (1 - p))
+
+    def of_negative_binomial(log_mean):
+        mean, z = np.exp(log_mean), 1 / 0.1
+        return log_of(counts, mean) + (counts + z) * np.log((mean + z) / (counts + z))
+
+    of_poisson = lambda mean: log_of(counts, mean) + mean - counts
+    cases = [
+        (
+            gnlin.losses.PoissonNLL(),
+            counts,
+            np.log(means),
+            lambda f: of_poisson(np.exp(f)),
+        ),
+        (gnlin.losses.PoissonNLL(log_input=False), counts, means, of_poisson),
+        (
+            gnlin.losses.BinomialNLL(tries),
+            successes,
+            scipy.special.logit(means / tries),
+            of_binomial,
+        ),
+        (
+            gnlin.losses.NegativeBinomialNLL(0.1),
+            counts,
+            np.log(means),
+            of_negative_binomial,
+        ),
+    ]
+    for loss, target, outputs, formula in cases:
+        single = jnp.asarray(outputs, jnp.float32)
+        found = jnp.sum(loss.elementwise(single, jnp.asarray(target, jnp.float32)))
+        assert found.dtype == jnp.float32
+        expected = np.sum(formula(np.asarray(single, float)))
+        assert found == pytest.approx(expected, rel=1e-5 if size == 1e3 else 0.02)
+
+
 class Exponential(gnlin.authoring.AbstractElementwiseLoss):
     """Waiting times, whose mean is the exponential of the output."""
 
@@ -421,6 +470,11 @@ def test_the_report_and_the_picture():
             "no more successes than trials, but",
         ),
         (SUCCESSES, {"loss": gnlin.losses.BinomialNLL([3, 4])}, "shape of the successes"),
+        (
+            SUCCESSES / 1_000,
+            {"loss": gnlin.losses.BinomialNLL(1_000)},
+            "like fractions of the trials: pass their number",
+        ),
         (COUNTS, {"sigma": 1.0}, "already implies the spread of y: leave `sigma` out"),
         (COUNTS, {"sigma_x": 1.0}, "`sigma_x` needs squared error"),
         (COUNTS, {"loss": gnlin.losses.TobitNLL(0)}, "Censored values need `sigma`"),

@@ -409,6 +409,22 @@ def test_a_solution_with_state_as_it_is_in_inference():
         np.testing.assert_allclose(ours, right, rtol=1e-6)
 
 
+def test_a_solution_with_dropout_is_used_without_it():
+    keys = jax.random.split(jax.random.key(0))
+    first, last = eqx.nn.Linear(3, 4, key=keys[0]), eqx.nn.Linear(4, 2, key=keys[1])
+    model = eqx.nn.Sequential([first, eqx.nn.Dropout(0.5), last])
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(9, 3)), rng.normal(size=(9, 2))
+    trained = gnlin.solve(model, data, prior=0.7, max_steps=3)
+    found = gnlin.predict.posterior(trained, data, noise=0.1)(TEST)
+    plain = eqx.nn.inference_mode(trained.model)
+    zero = jax.tree.map(lambda x: x * 0 if eqx.is_inexact_array(x) else x, plain)
+    known = {"noise": 0.1, "prior": 0.07, "about": zero}
+    expected = gnlin.predict.posterior(plain, data, **known)(TEST)
+    for ours, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-9)
+
+
 def posterior_point(model):
     return eqx.filter(model, eqx.is_inexact_array)
 

@@ -118,6 +118,29 @@ def test_poses_are_found_and_stay_poses(dtype):
     assert found.result == optx.RESULTS.successful
 
 
+def test_a_start_off_the_space_is_moved_onto_it():
+    """Its second-order correction would otherwise see the jump to the first step."""
+    rng = np.random.default_rng(0)
+    true = jaxlie.SE3.exp(jnp.array([0.5, -1, 0.3, 0.9, -0.4, 2.0]))
+    points = jnp.asarray(rng.normal(size=(30, 3)))
+    seen = jax.vmap(lambda x: true @ x)(points)
+    group = gnlin.Residuals(
+        lambda pose, d: jaxlie.SE3(pose) @ d[0] - d[1], (points, seen)
+    )
+    solver = gnlin.LevenbergMarquardt(retraction=moved)
+    start = true.parameters() + 0.1 * jnp.asarray(rng.normal(size=7))
+    solution = gnlin.solve(start, group, solver)
+    assert solution.result == optx.RESULTS.successful
+    assert solution.loss < 1e-20
+
+    def residuals(pose, _):
+        return jax.vmap(lambda x: jaxlie.SE3(pose) @ x)(points) - seen
+
+    found = optx.least_squares(residuals, solver, start, max_steps=40)
+    assert jnp.linalg.norm(found.value[:4]) == pytest.approx(1)
+    assert jnp.linalg.norm(residuals(found.value, None)) < 1e-10
+
+
 def test_through_optimistix_and_for_some_arrays():
     """Rotations of a body have a retraction; the position and the scale are added to."""
     rng = np.random.default_rng(1)

@@ -100,7 +100,8 @@ def check_in_parts(solver: Any, loss: Any, parts: Parts) -> None:
         )
     if any(np.ndim(leaf) for leaf in jax.tree.leaves(loss) if eqx.is_array(leaf)):
         raise ValueError(
-            "The numbers of a loss on data in parts must be the same for all points."
+            f"`{type(loss).__name__}` has numbers of its own for each point, which a fit "
+            "in parts cannot read: leave `in_parts` out."
         )
 
 
@@ -111,7 +112,7 @@ def fitted_in_parts(
     most, setting = setting.max_steps, setting.with_arrays()
     passes, solver = _Passes(setting, parts, start, nan_policy), setting.solver
     assert isinstance(solver, LevenbergMarquardt)
-    first = solver.clipped(start)
+    first = solver.admissible(start)
     with Bar(most, True) as bar:
         minimum = minimise(solver, passes.expand, first, most, bar.show)
     sums = unweighted = minimum.last

@@ -108,10 +108,18 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
             raise out
         raise ValueError(
             "`f(parameters, x)` failed (it must take these two arguments and use JAX's "
-            f"operations): {first_line(out)}."
+            f"operations): {first_line(out)}{_of_index(out)}."
         ) from out
-    sizes = [[leaf.size for leaf in jax.tree.leaves(each)] for each in (tree, out)]
-    hint = ": flatten the one with more axes, by `.ravel()`" * (sizes[0] == sizes[1])
+    (structure, of_y), (of_curve, found) = _shapes(tree), _shapes(out)
+    hint = ""
+    if structure != of_curve and of_y == found:
+        hint = ": return the values in the structure of `y`, such as the array itself"
+    elif structure == of_curve and [shape[::-1] for shape in of_y] == found:
+        hint = ": transpose one of them, by `.T`"
+    elif [leaf.size for leaf in jax.tree.leaves(tree)] == [
+        leaf.size for leaf in jax.tree.leaves(out)
+    ]:
+        hint = ": flatten the one with more axes, by `.ravel()`"
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
         f"{_tree.shapes_in_words(tree)}, but has {_tree.shapes_in_words(out)}{hint}."
@@ -137,6 +145,14 @@ def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:
         return jax.ShapeDtypeStruct(leaf.shape[is_of_sets:], leaf.dtype)
 
     return jax.tree.map(of_one, free)
+
+
+def _of_index(error: Exception) -> str:
+    """Return the remedy if an index is no whole number, as in a column of a DataFrame
+    with missing values."""
+    if "Indexer must have integer" not in str(error):
+        return ""
+    return "; convert the index by `.astype(int)` in `f`"
 
 
 def _shapes(tree: PyTree) -> tuple[Any, list]:

@@ -93,7 +93,8 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
     if sigma is not None and not isinstance(loss, TobitNLL):
         raise ValueError(
             f"`sigma` is for normal noise, and `{type(loss).__name__}` already implies "
-            "the spread of y: leave `sigma` out."
+            "the spread of y: leave `sigma` out. To leave out a point, make its y NaN, "
+            "and pass `nan_policy='omit'`."
         )
     return loss if isinstance(loss, AbstractElementwiseLoss) else PerPoint(loss=loss)
 

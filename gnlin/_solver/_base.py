@@ -206,7 +206,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
         update = checked(type(self).__name__, update, lin, state)
         if self.bounds is not None and not self._keeps_bounds:
-            y = self.clipped(update.y)
+            y = self.admissible(update.y)
             update = dataclasses.replace(update, y=y, outputs=evaluate(y), step_norm=None)
         return self.ended(objective, lin, update, state, same_examples)
 
@@ -290,8 +290,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     # Bounds and retractions
     #
 
-    def clipped(self, y: PyTree[Array]) -> PyTree[Array]:
-        """Return the nearest point between the bounds."""
+    def admissible(self, y: PyTree[Array]) -> PyTree[Array]:
+        """Return the nearest point between the bounds, or the point that the retraction
+        of a step of zero leads to, such as a quaternion of norm 1."""
+        if self.retraction is not None:
+            return Retraction.of(self.retraction, y).moved(y, _tree.zeros_like(y))
         return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
 
     def placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:
@@ -378,7 +381,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def step(
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
-        y, posed = self.clipped(y), recognised(fn, y, args)
+        y, posed = self.admissible(y), recognised(fn, y, args)
         point = self.next_point(y, state)
         fixed = self.memory_budget, (options or {}).get("jac")
         if posed is None:

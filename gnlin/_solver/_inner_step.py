@@ -69,7 +69,7 @@ def inner_step(
 
     optimiser = optimiser_of(solver)
     updates, inner = updated(optimiser, gradient, stream.inner, y, loss)
-    new_y = solver.clipped(_tree.axpy(1, updates, y))
+    new_y = solver.admissible(_tree.axpy(1, updates, y))
     finite = _tree.all_finite((new_y, loss))
     new_y = _tree.where(finite, new_y, y)
     num_steps = stream.num_steps + 1

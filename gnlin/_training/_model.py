@@ -72,6 +72,8 @@ def partition(
         trained = _with_arrays(trained)
     if called and fn is None and not callable(model):
         instead = ": pass its `.model`" if callable(getattr(model, "model", None)) else ""
+        if hasattr(model, "standard_errors"):  # a fit of curves
+            instead = ": pass `(f, fit.parameters)`, or use `fit.band` or `fit.derived`"
         raise ValueError(
             "The model must be callable on one example's input, or a pair "
             f"`(fn, parameters)` with `fn(parameters, x)`, but {a_kind_of(model)} was "
@@ -326,11 +328,11 @@ def make_network(
 
 
 def with_fixed_state(model: PyTree, state: PyTree) -> PyTree:
-    """Return a trained model in inference mode, as a pair `(fn, parameters)` that has no
-    state; without a state, return the model itself."""
+    """Return a model in inference mode as a pair `(fn, parameters)` that has no state;
+    without a state, return the model itself."""
     if state is None:
         return model
-    return eqx.Partial(_in_inference, in_single(state)), eqx.nn.inference_mode(model)
+    return eqx.Partial(_in_inference, in_single(state)), model
 
 
 def _in_inference(state: PyTree, model: PyTree, x: PyTree) -> PyTree[Array]:

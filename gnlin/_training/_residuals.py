@@ -423,8 +423,8 @@ def refuse_samplers(groups: GroupsByName) -> None:
     for name, group in groups.items():
         if callable(group.data):
             raise ValueError(
-                f"The group {name!r} draws its data for each step, as only `gnlin.fit` "
-                "can: use it, or pass arrays."
+                f"The group {name!r} draws its data for each step: pass arrays, or train "
+                "by `gnlin.fit`, which alone can draw."
             )
 
 

@@ -124,10 +124,17 @@ class BinomialNLL(_Binomial):
             shape, of_trials = successes.shape, np.shape(self.trials)
             if of_trials and of_trials != shape[len(shape) - len(of_trials) :]:
                 raise ValueError(
-                    f"`trials` must be one number, or have the shape of the successes, "
-                    f"{shape}, but has the shape {of_trials}."
+                    "`trials` must be one number, or have the shape of the successes (of "
+                    f"one data set, if there are several), {shape}, but has the shape "
+                    f"{of_trials}."
                 )
             trials = np.broadcast_to(np.asarray(self.trials), shape)
+            is_share = np.all(successes <= 1) and np.any(successes % 1 != 0)
+            if is_share and np.max(trials) > 1:
+                raise ValueError(
+                    "The successes lie between 0 and 1, like fractions of the trials: "
+                    "pass their number, `trials * fraction`."
+                )
             wrong = np.flatnonzero(successes > trials)
             if wrong.size > 0:
                 raise ValueError(
@@ -203,7 +210,13 @@ def _value(odds: Array, successes: Array, failures: Array) -> Array:
     r"""Return $-y\log p - z\log(1 - p)$ minus its value at $p = y/(y + z)$, for y
     successes and z failures."""
     of_each = successes * jax.nn.softplus(-odds) + failures * jax.nn.softplus(odds)
-    return of_each - _least(successes, failures) - _least(failures, successes)
+    value = of_each - _least(successes, failures) - _least(failures, successes)
+    # These terms cancel for large numbers close to the best odds, y / z.
+    both = (successes > 0) & (failures > 0)
+    best = jnp.log(jnp.where(both, successes, 1)) - jnp.log(jnp.where(both, failures, 1))
+    near = both & (jnp.abs(best - odds) < 1)
+    change = jnp.where(near, best - odds, 0)
+    return jnp.where(near, _decrease_nearby(odds, change, successes, failures), value)
 
 
 def _least(number: Array, others: Array) -> Array:
@@ -225,15 +238,23 @@ def binomial_root(odds: Array) -> Array:
     return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
 
 
+def _decrease_nearby(
+    odds: Array, change: Array, successes: Array, failures: Array
+) -> Array:
+    """Return `_decrease` for a change that is not large."""
+    likely = odds > 0
+    change = jnp.where(likely, -change, change)
+    rarer = jnp.where(likely, failures, successes)
+    growth = jnp.log1p(jax.nn.sigmoid(-jnp.abs(odds)) * jnp.expm1(change))
+    return rarer * change - (successes + failures) * growth
+
+
 def _decrease(odds: Array, change: Array, successes: Array, failures: Array) -> Array:
     r"""Return $y d - (y + z)\log(1 + p(e^d - 1))$, the decrease of `_value` if log-odds
     change by d. For positive log-odds, successes and failures change places."""
-    near, likely = jnp.abs(change) < 1, odds > 0
+    near = jnp.abs(change) < 1
     small = jnp.where(near, change, 0)
-    small = jnp.where(likely, -small, small)
-    rarer = jnp.where(likely, failures, successes)
-    growth = jnp.log1p(jax.nn.sigmoid(-jnp.abs(odds)) * jnp.expm1(small))
-    closer = rarer * small - (successes + failures) * growth
+    closer = _decrease_nearby(odds, small, successes, failures)
     values = _value(odds, successes, failures)
     values -= _value(odds + change, successes, failures)
     return jnp.where(near, closer, values)

@@ -54,11 +54,21 @@ class PoissonNLL(AbstractElementwiseLoss):
         check_flag("log_input", self.log_input)
 
     def elementwise(self, output: Array, target: Array) -> Array:
-        least = target - xlogx(target)
+        # Close to a large count its terms, such as y log y, would cancel.
+        some = target > 0
+        y, least = jnp.where(some, target, 1), target - xlogx(target)
         if self.log_input:
-            return jnp.exp(output) - target * output - least
+            change = output - jnp.log(y)
+            near = some & (jnp.abs(change) < 1)
+            change = jnp.where(near, change, 0)
+            closer = target * (jnp.expm1(change) - change)
+            return jnp.where(near, closer, jnp.exp(output) - target * output - least)
         rate = jnp.where(output > 0, output, jnp.nan)
-        return rate - xlogy(target, rate) - least
+        change = (rate - y) / y
+        near = some & (jnp.abs(change) < 0.5)
+        change = jnp.where(near, change, 0)
+        closer = target * (change - jnp.log1p(change))
+        return jnp.where(near, closer, rate - xlogy(target, rate) - least)
 
     def mean(self, output: Array) -> Array:
         return jnp.exp(output) if self.log_input else output

@@ -177,8 +177,8 @@ def covariance(
     if distance > _AT_MINIMUM:
         warnings.warn(
             f"The model is {float(distance):.2g} standard deviations from the minimum, "
-            "where the covariance holds: train it further, and leave parameters at a "
-            "bound out by `filter_spec`.",
+            "where the covariance holds: train it further, leave parameters at a bound "
+            "out by `filter_spec`, and pass the solver's `retraction` if it had one.",
             stacklevel=2,
         )
     return known

@@ -72,8 +72,8 @@ def posterior(
     **Arguments:**
 
     - `model`: a [`gnlin.Solution`][] of [`gnlin.solve`][] or [`gnlin.fit`][], whose prior
-        is then used, or a model of one example's input. A solution with a state, such as
-        that of batch normalisation, is used in inference mode, with the state fixed.
+        is then used, or a model of one example's input. A solution is used in inference
+        mode, without dropout and with a fixed state, such as that of batch normalisation.
     - `data`: `(inputs, targets)`, or `(inputs, targets, weights)` with weights of the
         examples, which are inverse variances in units of the noise's.
     - `noise`: $\sigma$, in units of the targets, for squared error only, which needs it.
@@ -153,7 +153,9 @@ def posterior(
     is_solution = isinstance(model, Solution)
     trained_with, state = (model.prior, model.state) if is_solution else (None, None)
     model, filter_spec = model_and_spec(model, filter_spec)
-    model = with_fixed_state(model, state)
+    model = with_fixed_state(
+        eqx.nn.inference_mode(model) if is_solution else model, state
+    )
     if trained_with is not None:
         unit = 1.0 if noise is None else noise
         prior = trained_with * unit if prior is None else prior
