@@ -1630,7 +1630,6 @@ def test_a_number_in_a_model_is_not_trained():
     [
         (Y[:7], r"must have the shapes of `y`, \(7,\), but has \(50,\)\.$"),
         (Y[:, None], r"\(50, 1\), but has \(50,\): flatten the one with more axes"),
-        ([Y], "return the values in the structure of `y`"),
         (np.where(X > 3, np.nan, Y), "`y` has a missing value"),
         (np.where(X > 3, np.inf, Y), "`y` must be finite"),
         (np.full(50, np.nan), "`y` has a missing value"),
@@ -1640,6 +1639,14 @@ def test_a_number_in_a_model_is_not_trained():
 def test_errors_of_data(y, message):
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(decay, X, y, START)
+
+
+def test_the_remedy_for_other_shapes_pairs_the_right_points():
+    both = lambda p, x: jnp.stack([decay(p, x), decay(p, x)], axis=1)
+    with pytest.raises(ValueError, match=r"but has \(50, 2\): transpose one of them"):
+        gnlin.curve_fit(both, X, np.stack([Y, Y]), START)
+    with pytest.raises(ValueError, match="return the values in the structure of `y`"):
+        gnlin.curve_fit(lambda p, x: [decay(p, x)], X, Y, START)
 
 
 def test_no_error_of_a_start_for_each_data_set_hides_the_shapes():
