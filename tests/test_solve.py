@@ -572,7 +572,7 @@ class Kink(eqx.Module):
 
 
 def test_a_kink_is_where_it_stands_still_not_where_it_diverges():
-    with pytest.warns(UserWarning, match="stands still.*smooth activation"):
+    with pytest.warns(UserWarning, match="stands still.*smooth function"):
         solution = gnlin.solve(Kink(jnp.array(3.0)), (jnp.ones(3), jnp.zeros(3)))
     assert solution.result == optx.RESULTS.stagnation
 

@@ -36,7 +36,7 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
         return (
             "it stands still without having converged: steps are within `rtol` and "
             "`atol`, or no finite step lowers the loss, but the gradient is not small; "
-            f"{last}. Use a smooth activation, double precision, another start, or "
+            f"{last}. Use a smooth function, double precision, another start, or "
             "another value of a fixed damping or learning rate."
         )
     if name == "nonlinear_divergence":
