@@ -14,13 +14,14 @@ from ._covariance import (
     ParameterCovariance as ParameterCovariance,
 )
 from ._gaussian import Gaussian as Gaussian
+from ._laplace import posterior as posterior
 from ._paths import (
     Descent as Descent,
     Flow as Flow,
     gradient_descent as gradient_descent,
     gradient_flow as gradient_flow,
 )
-from ._posterior import Posterior as Posterior, posterior as posterior
+from ._posterior import Posterior as Posterior
 from ._variance import predictive_variance as predictive_variance
 
 
