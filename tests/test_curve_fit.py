@@ -1471,6 +1471,7 @@ class Solved(eqx.Module):
         ({"x": np.datetime64("2020-01-01") + np.arange(50)}, "`x` holds dates or times"),
         ({"x": [datetime.date(2020, 1, 1 + k % 9) for k in range(50)]}, "holds dates"),
         ({"x": np.array(["a"] * 50)}, "`x` holds text: convert numbers by"),
+        ({"y": ["1.5"] * 50}, "`y` holds text: convert numbers by"),
         ({"x": np.where(X[3] == X, np.nan, X)}, "`x` has a missing value"),
         ({"sigma": {"a": 1.0}}, "`sigma` must be one number, have the shape of `y`"),
         (

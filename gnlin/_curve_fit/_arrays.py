@@ -69,9 +69,9 @@ def as_array(value: Any, name: str) -> Array:
                 f"`{name}` holds dates or times: pass numbers, such as days, which for a "
                 f'NumPy array are `({name} - {name}[0]) / np.timedelta64(1, "D")`.'
             ) from error
-        if isinstance(first, str) and hasattr(value, "dtype"):
+        if isinstance(first, str) and not isinstance(value, str):
             raise ValueError(
-                f"`{name}` holds text: convert numbers by `{name}.astype(float)`, and "
+                f"`{name}` holds text: convert numbers by `np.asarray({name}, float)`, and "
                 f"categories to indices by `np.unique({name}, return_inverse=True)[1]`."
             ) from error
         of_model = " (for a model, those from `eqx.partition`)" * callable(value)
