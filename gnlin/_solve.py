@@ -156,6 +156,12 @@ def solve(
     if groups is None:
         batch = as_batch(data)
         if prior is not None:
+            if solver.retraction is not None:
+                raise ValueError(
+                    "`prior` is about zero for each number, such as those of a "
+                    "quaternion, and does not suit a `retraction`: leave `prior` out, or "
+                    "make it a group of residuals."
+                )
             of_prior = Prior.of(prior, losses.reduced("sum"), batch)
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size

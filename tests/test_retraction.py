@@ -141,6 +141,14 @@ def test_a_start_off_the_space_is_moved_onto_it():
     assert jnp.linalg.norm(residuals(found.value, None)) < 1e-10
 
 
+def test_a_prior_of_single_numbers_is_refused():
+    fn = lambda pose, x: jaxlie.SE3(pose).apply(x)
+    pose, data = jaxlie.SE3.identity().parameters(), (jnp.ones((5, 3)), jnp.ones((5, 3)))
+    solver = gnlin.LevenbergMarquardt(retraction=moved)
+    with pytest.raises(ValueError, match="does not suit a `retraction`"):
+        gnlin.solve((fn, pose), data, solver, prior=1.0)
+
+
 def test_through_optimistix_and_for_some_arrays():
     """Rotations of a body have a retraction; the position and the scale are added to."""
     rng = np.random.default_rng(1)
