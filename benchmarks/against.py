@@ -16,7 +16,7 @@ def compare(folder: Path, other: Path) -> None:
     """Print the verdicts that differ between the report in a folder and another
     report."""
     now, then = _read(folder / "report.json"), _read(other)
-    lines, num_alike, num_missing = [], 0, 0
+    lines, missing, num_alike = [], [], 0
     for name in dict.fromkeys([*then, *now]):
         claims = dict.fromkeys([*then.get(name, {}), *now.get(name, {})])
         for claim in claims:
@@ -24,14 +24,15 @@ def compare(folder: Path, other: Path) -> None:
             if old and new and old["outcome"] == new["outcome"] and _overlap(old, new):
                 num_alike += 1
             elif not new:
-                num_missing += 1
+                missing.append(f"{name}: {claim}")
             else:
                 lines.append(f"{name}: {claim}\n    {_shown(old)} -> {_shown(new)}")
     print("\n".join(lines))
     print(
         f"{num_alike} verdicts agree and have overlapping intervals; {len(lines)} "
-        f"differ; {num_missing} are in the other report only."
+        f"differ; {len(missing)} are in the other report only."
     )
+    print("\n".join(f"    {claim}" for claim in missing), end="\n" * bool(missing))
 
 
 def _read(path: Path) -> Verdicts:

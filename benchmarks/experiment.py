@@ -308,7 +308,9 @@ class Experiment(Generic[S]):
                 needed = own_task.described(kinds[name])
                 raise Refusal(f"{said} must be {needed}.") from None
             if isinstance(converted, tuple):
-                converted = tuple(sorted(set(converted)))
+                default = getattr(settings, name)
+                falls = list(default) != sorted(default)
+                converted = tuple(sorted(set(converted), reverse=falls))
             if name == self.grid:
                 converted = self._grid(settings, converted, said)
             else:

@@ -33,8 +33,11 @@ def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
         settings = read_settings(results / name)
         if settings is None or not settings["finished"]:
             continue
-        if settings["scale"] == "quick" or is_own(settings["settings"].get("data", "")):
-            print(f"{name} is not copied: it is a quick run, or on a task of your own.")
+        if settings["scale"] == "quick":
+            print(f"{name} is not copied, because it is a quick run.")
+            continue
+        if is_own(settings["settings"].get("data", "")):
+            print(f"{name} is not copied, because it is on a task of your own.")
             continue
         _copy(results / name, name, settings["figures"], root)
         taken.append(name)

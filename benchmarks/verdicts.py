@@ -6,8 +6,8 @@ Repeated measurements at one seed form a row, which is resampled as a whole.
 
 The interval is the percentile interval, widened as if the resampled means were normal and
 Student's quantile were used for them (Hesterberg). It stays within the statistic's own
-bounds. With at most ten seeds it may be too narrow, as no resample lies beyond the data;
-then it is the wider one of this and Student's, which may leave these bounds. The p-value
+bounds, and with few seeds it is too narrow. With at most ten it is therefore the wider
+one of this and Student's, which may leave these bounds. The p-value
 is found by inverting the interval. Beyond the range of the resamples it is Student's
 p-value, which is close to it there. It may be smaller than an exact test of a few seeds
 could give, so the page has the least p-value of such a test beside it.

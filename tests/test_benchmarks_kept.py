@@ -124,15 +124,19 @@ def test_finished_results_replace_kept_ones(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "other", [{"scale": "quick"}, {"settings": {"data": "my_task.py"}}]
+    ("other", "why"),
+    [
+        ({"scale": "quick"}, "a quick run"),
+        ({"settings": {"data": "my_task.py"}}, "on a task of your own"),
+    ],
 )
-def test_quick_runs_and_those_of_an_own_task_are_not_kept(other, tmp_path, capsys):
+def test_quick_runs_and_those_of_an_own_task_are_not_kept(other, why, tmp_path, capsys):
     results = tmp_path / "results"
     folder = leave(results, "batch", **other)
     (folder / "batch.csv").write_text("seed\n0\n")
     with pytest.raises(Refusal, match="no finished experiment"):
         kept.keep(results, ["batch"], tmp_path)
-    assert "batch is not copied: it is a quick run" in capsys.readouterr().out
+    assert f"batch is not copied, because it is {why}" in capsys.readouterr().out
 
 
 def test_without_results_nothing_is_kept(tmp_path):

@@ -144,6 +144,11 @@ def test_model_data_and_settings_come_from_the_task(task):
     assert model.width_size == 5
 
 
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(Refusal, match="There is no file"):
+        own_task.read(str(tmp_path / "nothing.py"))
+
+
 def test_another_version_of_the_file_is_another_task(task):
     before = settings_of(k_sweep, task).network
     written(task, TASK + "\n# changed\n")

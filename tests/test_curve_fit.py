@@ -1648,6 +1648,22 @@ def test_the_remedy_for_other_shapes_pairs_the_right_points():
         gnlin.curve_fit(both, X, np.stack([Y, Y]), START)
     with pytest.raises(ValueError, match="return the values in the structure of `y`"):
         gnlin.curve_fit(lambda p, x: [decay(p, x)], X, Y, START)
+    other = lambda p, x: decay(p, x).reshape(2, 25)
+    with pytest.raises(ValueError, match=r"but has \(2, 25\)\.$"):
+        gnlin.curve_fit(other, X, Y.reshape(5, 10), START)
+
+
+def test_an_index_that_is_no_whole_number_is_told():
+    x = {"t": X, "group": np.where(X > 3, np.nan, 0.0)}
+    f = lambda p, x: p["height"][x["group"]] * x["t"]
+    with pytest.raises(ValueError, match=r"convert the index by `.astype\(int\)`"):
+        gnlin.curve_fit(f, x, Y, {"height": np.ones(2)}, nan_policy="omit")
+
+
+def test_predictions_of_a_fit_name_what_works():
+    fit = gnlin.curve_fit(decay, X, Y, START)
+    with pytest.raises(ValueError, match=r"`fit\.band` or `fit\.derived`"):
+        gnlin.predict.posterior(fit, (X, Y), noise=0.1)
 
 
 def test_no_error_of_a_start_for_each_data_set_hides_the_shapes():

@@ -416,6 +416,33 @@ def test_the_deviance_of_large_counts_does_not_cancel_in_single_precision(size):
         assert found == pytest.approx(expected, rel=1e-5 if size == 1e3 else 0.02)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        gnlin.losses.PoissonNLL(),
+        gnlin.losses.PoissonNLL(log_input=False),
+        gnlin.losses.BinomialNLL(10.0),
+        gnlin.losses.NegativeBinomialNLL(1.0),
+        gnlin.losses.NegativeBinomialNLL(0.3),
+    ],
+)
+def test_derivatives_by_outputs_do_not_depend_on_the_formula(loss):
+    """Also at log-odds of 0, where an absolute value would have no derivative, for no
+    successes, for no failures, and on both sides of where formulas change."""
+    f = jnp.array([0.0, 1e-12, -1e-12, -np.log(0.3), 0.7, 1.5, 3.0, -2.0])
+    if isinstance(loss, gnlin.losses.PoissonNLL) and not loss.log_input:
+        f = jnp.exp(f)
+    slope = jax.vmap(jax.grad(loss.elementwise))
+    bend = jax.vmap(jax.grad(jax.grad(loss.elementwise)))
+    for y in (0.0, 1.0, 4.0, 10.0):
+        target = jnp.full_like(f, y)
+        np.testing.assert_allclose(
+            slope(f, target), loss.derivative(f, target), atol=1e-9
+        )
+        exact = jax.vmap(jax.grad(loss.derivative))(f, target)
+        np.testing.assert_allclose(bend(f, target), exact, atol=1e-8)
+
+
 class Exponential(gnlin.authoring.AbstractElementwiseLoss):
     """Waiting times, whose mean is the exponential of the output."""
 
@@ -475,7 +502,7 @@ def test_the_report_and_the_picture():
             {"loss": gnlin.losses.BinomialNLL(1_000)},
             "like fractions of the trials: pass their number",
         ),
-        (COUNTS, {"sigma": 1.0}, "already implies the spread of y: leave `sigma` out"),
+        (COUNTS, {"sigma": 1.0}, "already implies the spread.*make its y NaN"),
         (COUNTS, {"sigma_x": 1.0}, "`sigma_x` needs squared error"),
         (COUNTS, {"loss": gnlin.losses.TobitNLL(0)}, "Censored values need `sigma`"),
         (

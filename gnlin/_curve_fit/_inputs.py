@@ -116,9 +116,7 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
         hint = ": return the values in the structure of `y`, such as the array itself"
     elif structure == of_curve and [shape[::-1] for shape in of_y] == found:
         hint = ": transpose one of them, by `.T`"
-    elif [leaf.size for leaf in jax.tree.leaves(tree)] == [
-        leaf.size for leaf in jax.tree.leaves(out)
-    ]:
+    elif [_long(shape) for shape in of_y] == [_long(shape) for shape in found]:
         hint = ": flatten the one with more axes, by `.ravel()`"
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
@@ -145,6 +143,11 @@ def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:
         return jax.ShapeDtypeStruct(leaf.shape[is_of_sets:], leaf.dtype)
 
     return jax.tree.map(of_one, free)
+
+
+def _long(shape: tuple[int, ...] | None) -> list[int]:
+    """Return the lengths of the axes that are longer than 1."""
+    return [length for length in shape or () if length != 1]
 
 
 def _of_index(error: Exception) -> str:

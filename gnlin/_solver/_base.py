@@ -38,6 +38,12 @@ from ._verbose import print_row
 _FAST, _FADES = 0.01, 0.5
 
 
+@eqx.filter_jit
+def _not_moved(retraction: Any, y: PyTree[Array]) -> PyTree[Array]:
+    """Return the point that the retraction of a step of zero leads to."""
+    return Retraction.of(retraction, y).moved(y, _tree.zeros_like(y))
+
+
 def _as_bool(flag: Any) -> Any:
     """Convert a boolean of NumPy, which would be traced as an array."""
     return bool(flag) if isinstance(flag, np.bool_) else flag
@@ -75,8 +81,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         parameters. The step has the shape of the row, and its unused entries stay zero. A
         tree of such functions has the parameters' structure, with `None` for parameters
         that are moved by addition. An array with one axis is a single row, such as one
-        pose, unless the function acts on each entry by itself. Retractions require a full
-        batch and no bounds.
+        pose, unless the function acts on each entry by itself. The start is first moved
+        by a step of zero, which may normalise it. Retractions require a full batch and no
+        bounds.
     - `verbose`: whether to print a line for each step, also within a compiled program. It
         may be a function, which is called while the program is traced, as in optimistix's
         solvers: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,
@@ -294,7 +301,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Return the nearest point between the bounds, or the point that the retraction
         of a step of zero leads to, such as a quaternion of norm 1."""
         if self.retraction is not None:
-            return Retraction.of(self.retraction, y).moved(y, _tree.zeros_like(y))
+            return _not_moved(self.retraction, y)
         return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
 
     def placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:

@@ -130,7 +130,7 @@ class BinomialNLL(_Binomial):
                 )
             trials = np.broadcast_to(np.asarray(self.trials), shape)
             is_share = np.all(successes <= 1) and np.any(successes % 1 != 0)
-            if is_share and np.max(trials) > 1:
+            if is_share and np.all(trials > 1):
                 raise ValueError(
                     "The successes lie between 0 and 1, like fractions of the trials: "
                     "pass their number, `trials * fraction`."
@@ -242,10 +242,10 @@ def _decrease_nearby(
     odds: Array, change: Array, successes: Array, failures: Array
 ) -> Array:
     """Return `_decrease` for a change that is not large."""
-    likely = odds > 0
-    change = jnp.where(likely, -change, change)
+    likely = odds > 0  # the absolute value would have no derivative at odds of 1
+    odds, change = (jnp.where(likely, -x, x) for x in (odds, change))
     rarer = jnp.where(likely, failures, successes)
-    growth = jnp.log1p(jax.nn.sigmoid(-jnp.abs(odds)) * jnp.expm1(change))
+    growth = jnp.log1p(jax.nn.sigmoid(odds) * jnp.expm1(change))
     return rarer * change - (successes + failures) * growth
 
 

@@ -141,9 +141,8 @@ def posterior(
     is_solution = isinstance(model, Solution)
     trained_with, state = (model.prior, model.state) if is_solution else (None, None)
     model, filter_spec = model_and_spec(model, filter_spec)
-    model = with_fixed_state(
-        eqx.nn.inference_mode(model) if is_solution else model, state
-    )
+    if is_solution:
+        model = with_fixed_state(eqx.nn.inference_mode(model), state)
     if trained_with is not None:
         unit = 1.0 if noise is None else noise
         prior = trained_with * unit if prior is None else prior

@@ -70,8 +70,8 @@ class Posterior(eqx.Module):
         without noise.
 
         A draw takes a pass through the linearised model on the inputs, and two on the
-        training inputs if there are more parameters than training outputs. It has
-        derivatives by the inputs, the noise and the prior.
+        training inputs if the kernel was factorised. It has derivatives by the inputs,
+        the noise and the prior.
 
         !!! example
 
@@ -85,8 +85,8 @@ class Posterior(eqx.Module):
             ```
         """
         check_count("num_samples", num_samples)
-        warn_of_rounding(self)
-        warn_of_slope(self, stacklevel=3)
+        warn_of_rounding(self, stacklevel=4)  # Equinox wraps this method, and the next
+        warn_of_slope(self, stacklevel=4)
         return _sampled(self, inputs, num_samples, as_key(key))
 
     def probabilities(self, inputs: PyTree[ArrayLike] | None = None) -> PyTree[Array]:
@@ -116,7 +116,7 @@ class Posterior(eqx.Module):
                 f"`gnlin.SoftmaxCrossEntropy()`, but the loss is {type(loss).__name__}: "
                 "use mean and variance instead."
             )
-        warn_of_slope(self, stacklevel=3)
+        warn_of_slope(self, stacklevel=4)
         moderated = lambda m, v: m / jnp.sqrt(1 + math.pi / 8 * v)
         if isinstance(loss, SigmoidCrossEntropy):
             predicted = _predicted(self, inputs)
@@ -240,7 +240,7 @@ class Posterior(eqx.Module):
         return self.at(prior=1 / jnp.sqrt(damping))
 
 
-class _LessTheOthers(eqx.Module):
+class _Contrast(eqx.Module):
     """The matrix that subtracts from each logit the mean of the others."""
 
     def mv(self, logits: Float[Array, "*positions classes"]) -> Array:
@@ -263,7 +263,7 @@ def _predicted(
     on, damping = linearised.on(inputs), posterior.damping
     mean, jacobian = on.outputs, on.jacobian
     if differences:
-        matrix = _LessTheOthers()
+        matrix = _Contrast()
         mean = multiplied(matrix, mean)
         jacobian = jacobian.transformed(matrix, jacobian.codomain)
     unravel = jacobian.codomain.unravel
@@ -278,20 +278,20 @@ def _predicted(
 def _sampled(
     posterior: Posterior, inputs: PyTree | None, num_samples: int, key: Key[Array, ""]
 ) -> PyTree[Array]:
-    mean = _predicted(posterior, inputs).mean
-    on = posterior._linearised.on(inputs)
-    jacobian, unravel = on.jacobian, on.jacobian.codomain.unravel
-    domain = jacobian.domain
+    mean, basis = _predicted(posterior, inputs).mean, posterior._basis
+    jacobian = posterior._linearised.on(inputs).jacobian
+    domain, unravel = jacobian.domain, jacobian.codomain.unravel
 
     def draw(key: Key[Array, ""]) -> PyTree[Array]:
         normal = domain.unravel(jax.random.normal(key, (domain.size,), domain.dtype))
-        about_mean = posterior._basis.narrowed(normal, posterior.damping)
+        about_mean = basis.narrowed(normal, posterior.damping)
         change = unravel(jacobian.push_forward(about_mean))
         return jax.tree.map(lambda m, c: m + posterior.prior * c, mean, change)
 
     keys = jax.random.split(key, num_samples)
-    at_once = min(num_samples, jacobian.passes_at_once(domain.dtype.itemsize))
-    return jax.lax.map(draw, keys, batch_size=at_once)
+    read = [jacobian, posterior._linearised.train.jacobian]
+    at_once = min(x.passes_at_once(domain.dtype.itemsize) for x in read)
+    return jax.lax.map(draw, keys, batch_size=min(num_samples, at_once))
 
 
 @eqx.filter_jit

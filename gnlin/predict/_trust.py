@@ -18,7 +18,7 @@ from .._common._checks import is_traced
 _AT_MINIMUM = 1.0
 
 
-def warn_of_rounding(posterior: Any) -> None:
+def warn_of_rounding(posterior: Any, stacklevel: int = 3) -> None:
     """Warn if rounding dominates the mean, unless the numbers are traced."""
     if not posterior._moves:
         return
@@ -30,7 +30,7 @@ def warn_of_rounding(posterior: Any) -> None:
     warnings.warn(
         f"The noise, {float(posterior.noise):.2g}, is below {smallest:.2g}, where "
         f"rounding decides the mean: use {precision}more noise or a narrower prior.",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 
