@@ -72,7 +72,8 @@ def as_array(value: Any, name: str) -> Array:
         if isinstance(first, str) and not isinstance(value, str):
             raise ValueError(
                 f"`{name}` holds text: convert numbers by `np.asarray({name}, float)`, "
-                f"and categories to indices by `np.unique({name}, return_inverse=True)[1]`."
+                "and categories to indices by "
+                f"`np.unique({name}, return_inverse=True)[1]`."
             ) from error
         of_model = " (for a model, those from `eqx.partition`)" * callable(value)
         given = f"an array of {known.dtype}" if hasattr(value, "dtype") else repr(value)
