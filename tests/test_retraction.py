@@ -141,6 +141,22 @@ def test_a_start_off_the_space_is_moved_onto_it():
     assert jnp.linalg.norm(residuals(found.value, None)) < 1e-10
 
 
+def test_what_is_not_trained_needs_no_function():
+    pose, solver = jaxlie.SE3.identity().parameters(), gnlin.LevenbergMarquardt
+    points = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)))
+    seen = jax.vmap(jaxlie.SE3.exp(jnp.arange(6.0)).apply)(points)
+    fn = lambda p, x: p["sign"] * jaxlie.SE3(p["pose"]).apply(x)
+    tree = {"pose": moved, "sign": None}
+    start = {"pose": pose, "sign": 1}
+    with pytest.warns(UserWarning, match="'sign' is a whole number, and is not trained"):
+        solution = gnlin.solve((fn, start), (points, seen), solver(retraction=tree))
+    assert solution.loss < 1e-20
+    every = lambda p, x: jax.vmap(lambda row: fn(p, row))(x)
+    options = {"fixed": ["sign"], "solver": solver(retraction=moved)}
+    fit = gnlin.curve_fit(every, points, seen, start, **options)
+    assert fit.chi_squared < 1e-20
+
+
 def test_a_prior_of_single_numbers_is_refused():
     fn = lambda pose, x: jaxlie.SE3(pose).apply(x)
     pose, data = jaxlie.SE3.identity().parameters(), (jnp.ones((5, 3)), jnp.ones((5, 3)))

@@ -26,21 +26,22 @@ class Retraction(eqx.Module):
 
     @staticmethod
     def of(given: Any, y: PyTree[Array]) -> "Retraction":
-        """Return the retraction of a function, or of a prefix tree of functions."""
+        """Return the retraction of a function, or of a prefix tree of functions. What is
+        not trained is `None` in both trees."""
+        fns = []
 
         def spread(fn, part):
-            return jax.tree.map(lambda _: fn, part)
+            fns.extend(fn for _ in jax.tree.leaves(part))
 
         try:
             is_leaf = lambda x: x is None or callable(x)
-            tree = jax.tree.map(spread, given, y, is_leaf=is_leaf)
+            jax.tree.map(spread, given, y, is_leaf=is_leaf)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 "`retraction` must be a function of a row of parameters and its step, or "
                 f"have the parameters' structure, {jax.tree.map(jnp.shape, y)}, but is "
                 f"{given!r}."
             ) from error
-        fns = jax.tree.leaves(tree, is_leaf=is_leaf)
         pairs = zip(fns, jax.tree.leaves(y), strict=True)
         return Retraction(fns, [fn is not None and _is_a_row(fn, x) for fn, x in pairs])
 
