@@ -46,7 +46,8 @@ def trained(data, epochs, max_steps):
 
 
 def by_gnlin(net, data, test, name):
-    """The probabilities with the prior of the training, and with the tuned one."""
+    """The probabilities with the prior of the training, by a formula and by draws, and
+    with the tuned prior."""
     options = {"loss": LOSS, "prior": PRIOR}
     if name == "Kronecker":
         options["curvature"] = "kronecker"
@@ -58,7 +59,9 @@ def by_gnlin(net, data, test, name):
     posterior = gnlin.predict.posterior(net, data, **options)
     with warnings.catch_warnings(action="ignore"):  # of the network without its prior
         tuned = posterior.tuned()
-        return [p.probabilities(test) for p in (posterior, tuned)], float(tuned.prior)
+        logits = posterior.sample(test, 500, key=jax.random.key(2))
+        found = posterior.probabilities(test), jnp.mean(jax.nn.softmax(logits), axis=0)
+        return [*found, tuned.probabilities(test)], float(tuned.prior)
 
 
 def by_laplace_torch(net, data, test, names):
@@ -109,8 +112,8 @@ def figures(probabilities, labels):
 def cells(found, labels):
     if found is None:
         return " | "
-    (before, after), prior = found
-    return f"{figures(before, labels)} | {figures(after, labels)} ({prior:.2f})"
+    each, prior = found
+    return f"{' | '.join(figures(x, labels) for x in each)} ({prior:.2f})"
 
 
 def main(quick):
@@ -121,13 +124,13 @@ def main(quick):
     labels = labels[500:]
     noise = 0.6 * jax.random.normal(jax.random.key(1), test.shape)
     nets = trained(data, 2 if quick else 20, 3 if quick else 40)
-    print("| trained | curvature | gnlin | tuned | laplace-torch | tuned |")
-    print("|---|---|---|---|---|---|")
+    print("| trained | curvature | gnlin | by draws | tuned | laplace-torch | tuned |")
+    print("|---|---|---|---|---|---|---|")
     cases = [(*pair, test) for pair in nets.items()]
     cases.append(("with its prior; noisy images", nets["with its prior"], test + noise))
     for how, net, test in cases:
         alone = figures(jax.nn.softmax(jax.vmap(net)(test)), labels)
-        print(f"| {how} | none | {alone} | | | |")
+        print(f"| {how} | none | {alone} | | | | |")
         for name, theirs in CURVATURES.items():
             ours = cells(by_gnlin(net, data, test, name), labels)
             found = by_laplace_torch(net, data, test, theirs) if theirs else None

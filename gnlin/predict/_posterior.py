@@ -76,7 +76,8 @@ class Posterior(eqx.Module):
         !!! example
 
             ```python
-            model = eqx.nn.MLP(3, 2, 16, 1, key=jax.random.key(0))
+            model = eqx.nn.MLP(3, 2, 16, 1, jnp.tanh, key=jax.random.key(0))
+            labels = jnp.array([0, 1, 1, 0, 1, 0])
             data, loss = (inputs, labels), gnlin.SoftmaxCrossEntropy()
             solution = gnlin.solve(model, data, loss=loss, prior=1.0)
             posterior = gnlin.predict.posterior(solution, data, loss=loss)
