@@ -144,6 +144,19 @@ def test_the_legend_of_the_filters_is_whole(number, drawn, tmp_path, monkeypatch
     assert is_whole(drawn[0])
 
 
+def test_a_line_breaks_at_a_strength_that_is_not_compared():
+    """Only the second of four strengths is not compared, since there none trains."""
+    error = np.random.default_rng(0).uniform(0.2, 0.3, (4, 4))
+    loss = [[0.01, 1.0, 0.01, 0.01]] * 4
+    a, b = (
+        runs_of(by, error * (by == DESCENT), train_loss=loss) for by in (DESCENT, DAMPED)
+    )
+    axes = Figure().subplots()
+    _figures._draw_difference(axes, make_task(QUICK, "digits"), a, b, "#000000")
+    drawn = axes.lines[0].get_ydata()
+    np.testing.assert_array_equal(np.isfinite(drawn), [True, False, True, True])
+
+
 def test_the_interval_of_a_single_strength_is_seen():
     """Only the last of four strengths is compared, since only there both train."""
     generator = np.random.default_rng(0)

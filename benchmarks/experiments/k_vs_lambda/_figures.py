@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 from numpy import ndarray
@@ -323,14 +323,24 @@ def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> N
     if label == "Digits":
         width = task.make_model(jax.random.key(0)).width_size
         label = f"{len(task.train[0])} images, {width} units"
-    mean = np.full_like(low, np.nan)  # breaks the line where nothing is compared
-    mean[known] = np.nanmean(parts[:, known], axis=0)
+    mean = _where(known, np.nanmean(parts[:, known], axis=0))
     axes.plot(dampings, mean, "o-", color=colour, label=label)
     fill(axes, dampings, low, high, colour)
     if task.loss.is_quadratic and not task.in_decades:
         left = scale * difference_at_equal_solution(task, a, b)
         some = np.isfinite(left).mean(axis=0) > MOST_UNFINISHED
-        axes.plot(dampings[some], np.nanmean(left[:, some], axis=0), ":", color=colour)
+        mean = _where(some, np.nanmean(left[:, some], axis=0))
+        axes.plot(dampings, mean, ":", color=colour)
+
+
+def _where(
+    known: Bool[ndarray, " strengths"], values: Float[ndarray, " known"]
+) -> Float[ndarray, " strengths"]:
+    """Return the values at the known strengths, and NaN at the others, where lines and
+    bands break."""
+    found = np.full(len(known), np.nan)
+    found[known] = values
+    return found
 
 
 def _mark_divergence(axes: Axes, runs: Runs, colour: str) -> None:
@@ -426,13 +436,14 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
     """Draw the ratios of the risks of the networks, and of linear problems with the
     kernels at the end of the damped runs."""
     damping, errors = damped["damping"][0], squared_errors(descent, damped)
-    shown = np.flatnonzero(compared(descent, damped))
-    ratios = median_ratio(errors)[shown]
-    ends = [interval(errors[:, :, i], lambda x: float(median_ratio(x))) for i in shown]
-    low, high = np.array(ends).reshape(-1, 2).T
-    axes.plot(damping[shown], ratios, "o-", color=BLACK, label="networks, median")
+    known = compared(descent, damped)
+    ratios = _where(known, median_ratio(errors)[known])
+    of_one = lambda i: interval(errors[:, :, i], lambda x: float(median_ratio(x)))
+    ends = [of_one(i) for i in np.flatnonzero(known)]
+    low, high = (_where(known, end) for end in np.array(ends).reshape(-1, 2).T)
+    axes.plot(damping, ratios, "o-", color=BLACK, label="networks, median")
     if len(errors) > 1:
-        fill(axes, damping[shown], low, high, BLACK)
+        fill(axes, damping, low, high, BLACK)
     for part, label, colour in (
         ("squared_bias", "linear problem, squared bias", PURPLE),
         ("variance", "linear problem, variance", GREEN),
