@@ -67,7 +67,7 @@ def reason(fit: "CurveFit") -> str:
 
 def _underflows(fit: "CurveFit") -> bool:
     """Whether the loss is zero only because the squares of the residuals underflow."""
-    if fit._setting.likelihood is not None or fit._end.loss != 0:
+    if fit._setting.likelihood is not None or float(fit._end.loss) != 0:
         return False
     if fit._data is None or fit.residuals is None:  # read in parts
         return result_name(fit.result) == "stagnation"
@@ -103,7 +103,7 @@ def _extreme_derivative(fit: "CurveFit") -> str:
 
 def are_determined(fit: "CurveFit") -> np.ndarray:
     """Whether each data set determines all parameters."""
-    return np.asarray(np.all(fit._end.covariance.determined, axis=-1))
+    return np.all(np.asarray(fit._end.covariance.determined), axis=-1)
 
 
 def _num_ignored(fit: "CurveFit") -> np.ndarray:
@@ -216,7 +216,7 @@ def complaint(fit: "CurveFit") -> str:
             "`fit.confidence_intervals()`."
         )
     if are_determined(fit):
-        if fit.degrees_of_freedom > 0 or not fit._setting.is_estimated:
+        if float(fit.degrees_of_freedom) > 0 or not fit._setting.is_estimated:
             return ""
         other = "" if fit._setting.is_robust else "`sigma` and `absolute_sigma=True`, or "
         return (

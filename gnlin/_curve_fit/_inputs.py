@@ -286,7 +286,7 @@ def data_of(
     missing = missing | left_out
     if surely(missing.all()):
         raise ValueError("There is no data: all of `sigma` is infinite.")
-    counted = jnp.asarray(jnp.where(missing, 0, 1), y.dtype)
+    counted = jnp.asarray(~missing, y.dtype)
     if not surely(~missing.any()):
         y = jnp.where(missing, 0, y)
     data, of_sigma = Data(x, y, errors, counted, sigma_x), 0 if are_own else None

@@ -18,7 +18,8 @@ WELL = "successful", "nonlinear_max_steps_reached"
 def result_name(result: optx.RESULTS) -> str:
     """Return the name in `optimistix.RESULTS`, whose message for success is empty."""
     for name in RESULT_NAMES:
-        if bool(result == getattr(optx.RESULTS, name)):
+        # Unlike the results themselves, messages are compared without a compilation.
+        if optx.RESULTS[result] == optx.RESULTS[getattr(optx.RESULTS, name)]:
             return name
     return "failed"
 
