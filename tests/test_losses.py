@@ -1365,3 +1365,27 @@ def test_delta_is_a_number_like_any_other():
     both = jax.jit(lambda delta: jax.jvp(found, (delta,), (1.0,)))
     expected = (both(0.3 + step)[0] - both(0.3 - step)[0]) / (2 * step)
     np.testing.assert_allclose(both(0.3)[1], expected, rtol=1e-5)
+
+
+def test_factors_of_many_columns_at_once():
+    """jaxlib 0.10.2 multiplied more than 32,768 numbers wrongly, in single precision."""
+    num_examples, num_classes, num_columns = 100, 10, 40
+    rng = np.random.default_rng(0)
+    outputs, columns = (
+        rng.normal(size=(*shape, num_examples, num_classes)).astype(np.float32)
+        for shape in ((), (num_columns,))
+    )
+    isotropic = gnlin.losses.Isotropic(gnlin.losses.PseudoHuber(DELTA, reweighted=0))
+    for loss, targets in (
+        (gnlin.SoftmaxCrossEntropy(), np.arange(num_examples) % num_classes),
+        (isotropic, np.zeros_like(outputs)),
+    ):
+
+        def product(outputs, columns, loss=loss, targets=targets):
+            factors = jax.vmap(loss.factor)(outputs, jnp.asarray(targets))
+            of_one = lambda column: jax.vmap(lambda r, v: r.mv(v))(factors, column)
+            return jax.vmap(of_one)(columns)
+
+        exact = product(jnp.asarray(outputs, float), jnp.asarray(columns, float))
+        found = as_for_users(product)(outputs, columns)
+        np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)

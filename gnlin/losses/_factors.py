@@ -5,6 +5,7 @@ $R\phi$ and the whitened residual $R^{-\top}\nabla L$.
 """
 
 import abc
+import functools
 
 import equinox as eqx
 import jax
@@ -108,9 +109,7 @@ class IsotropicFactor(AbstractFactor):
     def _split(self, v: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         """Return the component along n, and the vector across it."""
 
-        def component(n, v):
-            return jnp.sum(n * v, axis=self.axis, keepdims=True)
-
+        component = functools.partial(_tree.sum_of_products, axis=self.axis)
         c = jax.tree.map(component, self.direction, v)
         return c, jax.tree.map(lambda v, n, c: v - c * n, v, self.direction, c)
 
@@ -153,7 +152,7 @@ class SoftmaxFactor(AbstractFactor):
         r"""Return $v - p^\top v$, exact in differences from the likeliest class."""
         likeliest = jnp.argmax(self.s, axis=-1, keepdims=True)
         v = v - jnp.take_along_axis(v, likeliest, axis=-1)
-        return v - jnp.sum(self.s**2 * v, axis=-1, keepdims=True)
+        return v - _tree.sum_of_products(self.s**2, v)
 
     def mv(self, v: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
         return jnp.sqrt(self.total) * self.s * self._centred(v)
@@ -169,7 +168,7 @@ class SoftmaxFactor(AbstractFactor):
         s_top = jnp.take_along_axis(self.s, likeliest, axis=-1)
         u_top = jnp.take_along_axis(u, likeliest, axis=-1)
         others = jnp.where(top, 0, self.s)
-        along = jnp.sum(others * u, axis=-1, keepdims=True)
+        along = _tree.sum_of_products(others, u)
         rest = jnp.sum(others**2, axis=-1, keepdims=True)
         of_top = u_top * rest - s_top * along
         return jnp.where(top, of_top, u - self.s * (along + s_top * u_top))
