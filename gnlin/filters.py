@@ -227,8 +227,8 @@ class HeavyBall(_AbstractMomentum):
     As in `optax.sgd(learning_rate, momentum)`, the velocity starts at zero, and
     $v \leftarrow \mu v - \eta\nabla$, $\theta \leftarrow \theta + v$. For each
     eigenvalue, $g$ and the velocity follow an affine recurrence in the plane; its $K$-th
-    power is computed by repeated squaring, in $\log_2 K$ rounds. The steps converge for
-    $\eta w < 2(1 + \mu)$.
+    power is computed by repeated squaring, in $\log_2 K$ rounds, which have a derivative
+    in forward mode only. The steps converge for $\eta w < 2(1 + \mu)$.
 
     **Arguments:**
 

@@ -902,6 +902,17 @@ class Images(eqx.Module):
         return self.dense(jnp.tanh(x).ravel()), state
 
 
+def test_outputs_in_half_precision_have_a_loss_in_single():
+    inputs = jnp.linspace(-1.0, 1.0, 100, dtype=jnp.float32)[:, None]
+    targets = jnp.full((100, 1), 0.3, jnp.float32)
+    weight = jnp.full((1, 1), 0.5, jnp.float32)
+    fn = lambda weight, x: (weight @ x).astype(jnp.bfloat16)
+    solution = gnlin.solve((fn, weight), (inputs, targets), max_steps=1)
+    outputs = jax.vmap(lambda x: fn(solution.model[1], x))(inputs)
+    exact = 0.5 * np.sum((np.asarray(outputs, float) - 0.3) ** 2)
+    assert solution.loss == pytest.approx(exact, rel=1e-5)
+
+
 @pytest.mark.parametrize("driver", ["fit", "solve"])
 def test_half_precision_is_computed_with_in_single_precision(driver):
     """The result is that of the same numbers in single precision, rounded."""

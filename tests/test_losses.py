@@ -1389,3 +1389,20 @@ def test_factors_of_many_columns_at_once():
         exact = product(jnp.asarray(outputs, float), jnp.asarray(columns, float))
         found = as_for_users(product)(outputs, columns)
         np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
+
+
+def test_effective_number_of_examples():
+    labels = jnp.array([0, 0, 1, -1])
+    outputs = jax.ShapeDtypeStruct((4, 2), float)
+
+    def number(weights=None, **options):
+        loss = gnlin.SoftmaxCrossEntropy(**options)
+        return BatchLoss(loss, outputs, labels, weights).num_examples()
+
+    for reduction in ("sum", "mean"):
+        ignores = {"ignore_index": -1, "reduction": reduction}
+        assert number(**ignores) == pytest.approx(3)
+        weighted = number(class_weights=[1.0, 4.0], **ignores)
+        assert weighted == pytest.approx((1 + 1 + 4) ** 2 / (1 + 1 + 16))
+        assert number(jnp.array([1.0, 1.0, 4.0, 9.0]), **ignores) == weighted
+        assert number(jnp.zeros(4), **ignores) == 1  # not zero, by which one divides

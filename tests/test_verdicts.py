@@ -1,5 +1,6 @@
 """Success is reported at every stationary point, and nowhere else."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,3 +160,37 @@ def test_each_of_many_runs_ends_by_itself():
     together, steps = jax.vmap(run)(jnp.array([8, 4]))
     np.testing.assert_array_equal(together, 0.5 ** np.array([9, 5]))
     np.testing.assert_array_equal(steps, [9, 5])
+
+
+class Creeps(gnlin.authoring.AbstractGaussNewton):
+    """Lower the loss by two thirds of its rounding in each step."""
+
+    def update(self, objective, lin, evaluate, memory, num_steps):
+        y = lin.point * jnp.asarray(1 - 4e-7, jnp.float32)
+        return gnlin.authoring.Update(y, evaluate(y))
+
+
+def test_many_small_steps_are_progress():
+    start = jnp.ones((), jnp.float32)
+    identity = lambda y, args: y
+    end = optx.least_squares(identity, Creeps(), start, max_steps=40, throw=False)
+    assert end.result == optx.RESULTS.nonlinear_max_steps_reached
+    assert end.stats["num_feature_updates"] == 40
+
+
+def test_probabilities_of_wrong_classes_that_vanish_in_single_precision():
+    inputs = jnp.linspace(-1.0, 1.0, 20, dtype=jnp.float32)
+    labels = jnp.where(inputs > 0, 1.0, 0.0).astype(jnp.float32)
+    model = lambda weight, x: weight * x, jnp.ones((), jnp.float32)
+    loss = gnlin.SigmoidCrossEntropy()
+    solution = gnlin.solve(model, (inputs, labels), loss=loss)
+    assert solution.result == optx.RESULTS.successful
+    assert solution.loss < 1e-30
+
+
+def test_a_start_that_fits_to_rounding_in_single_precision():
+    inputs = np.random.default_rng(0).normal(size=(256, 3)).astype(np.float32)
+    key, single = jax.random.key(0), jnp.float32
+    model = eqx.nn.MLP(3, 2, 8, 2, jnp.tanh, key=key, dtype=single)
+    solution = gnlin.solve(model, (inputs, jax.vmap(model)(inputs)))
+    assert solution.result == optx.RESULTS.successful

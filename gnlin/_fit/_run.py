@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
@@ -96,8 +97,8 @@ class Run(AbstractRun):
         return self._now.epoch
 
     @property
-    def row(self) -> dict[str, float]:
-        return self._rows.latest()
+    def row(self) -> Mapping[str, float]:
+        return MappingProxyType(self._rows.latest())
 
     @property
     def history(self) -> History:

@@ -172,6 +172,15 @@ class BatchLoss(AbstractObjective):
     def value(self, outputs: PyTree[Array]) -> Scalar:
         return self._reduce(jax.vmap(self.loss.value)(outputs, self.targets))
 
+    def num_examples(self) -> Float[Array, ""]:
+        """Return the effective number of examples: so many of equal weights would have
+        the same noise (L. Kish, *Survey sampling*, 1965)."""
+        each = counted(self.loss, self.targets)
+        if self.weights is not None:
+            each = each.astype(self.weights.dtype) * self.weights
+        each /= _tree.unit(each)
+        return jnp.maximum(_tree.quotient(jnp.sum(each) ** 2, _tree.dot(each, each)), 1)
+
     def left_out(self, outputs: PyTree[Array]) -> Scalar:
         """Return the constant that the value leaves out of a negative log-likelihood: the
         log-likelihood of the saturated model."""
@@ -321,6 +330,9 @@ class GroupLoss(AbstractObjective):
 
     def value(self, outputs: PyTree[Array]) -> Scalar:
         return _tree.summed(self.values(outputs).values())
+
+    def num_examples(self) -> Float[Array, ""]:
+        return jnp.max(jnp.stack([x.num_examples() for x in self.parts.values()]))
 
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
         parts = self.parts.items()

@@ -187,6 +187,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             first_loss=zero,
             settled=jnp.array(False),
             num_still=counter,
+            still_gain=zero,
             reweighted=jnp.ones((), dtype),
             terminate=jnp.array(False),
             result=optx.RESULTS.successful,
@@ -239,11 +240,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if not update.searched:  # A search accepts finite points only.
             finite = _tree.all_finite((new_loss, update.y, update.outputs))
             broken = ~finite & (update.result == optx.RESULTS.successful)
-        ended = Ended(no, no, state.num_still, update.result)
+        ended = Ended(no, no, state.num_still, state.still_gain, update.result)
         memory = update.memory
         if same_examples:
             where = lin, here, no if detour is None else detour.is_on
-            ended = verdict(self, objective, *where, update, step, state, loss)
+            ended = verdict(
+                self, objective, *where, update, gradient_norm, step, state, loss
+            )
         elif detour is not None:  # Losses of other examples cannot judge a detour.
             memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
         # Stay here if the run has converged, or if the new point is not finite.
@@ -273,6 +276,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             counts=counts,
             settled=ended.settled,
             num_still=ended.num_still,
+            still_gain=ended.still_gain,
             reweighted=jnp.where(is_fast, state.reweighted, fading),
             terminate=update.terminate | ended.arrived,
             result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, ended.result),

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
+from .._linearisation._objective import AbstractObjective, BatchLoss, GroupLoss
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import (
     AbstractSubproblem,
@@ -58,14 +58,14 @@ class MemoryAcross(eqx.Module):
 
 def step_on_a_batch(
     solver: "LevenbergMarquardt",
-    objective: AbstractObjective,
+    objective: BatchLoss | GroupLoss,
     lin: Linearisation,
     evaluate: Evaluate,
     memory: MemoryAcross,
 ) -> Update:
     """Take one step on one batch. The damping stays constant: a step that is too long is
     shortened on its own batch, or by the stride after the next batch."""
-    num_examples = max(x.shape[0] for x in jax.tree.leaves(lin.outputs))
+    num_examples = objective.num_examples()
     momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)
     towards = _tree.scale(momentum, memory.step)
     subproblem, scale = _pulled(solver, objective, lin, towards, memory.scale)
@@ -139,7 +139,7 @@ def _pulled(
 
 
 def _relative_damping(
-    solver: "LevenbergMarquardt", num_examples: int, noiseless: bool
+    solver: "LevenbergMarquardt", num_examples: Scalar, noiseless: bool
 ) -> ScalarLike:
     """Return lambda divided by the curvature along the first gradient, on batches."""
     if isinstance(solver.damping, AbstractDamping):

@@ -33,7 +33,8 @@ _STEEP = 5e-3
 _ROUNDINGS = 10
 # The result of a run whose steps are tiny although its gradient is not.
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
-# A run ends after this many steps in a row that change the loss by rounding only.
+# A run ends after this many steps in a row that, also in all, lower the loss by rounding
+# only.
 _MOST_STILL = 10
 
 
@@ -44,6 +45,7 @@ class Ended(NamedTuple):
     arrived: Bool[Array, ""]
     settled: Bool[Array, ""]
     num_still: Int[Array, ""]
+    still_gain: Float[Array, ""]
     result: optx.RESULTS
 
 
@@ -54,6 +56,7 @@ def verdict(
     here: PyTree[Array],
     on_detour: Bool[Array, ""],
     update: Update,
+    gradient_norm: Scalar,
     step: PyTree[Array],
     state: State,
     loss: Scalar,
@@ -75,8 +78,18 @@ def verdict(
         problem = objective.expand(lin)
         gradient = problem.gradient()
 
+    now, then = map(objective.residual, (update.outputs, here))
+
+    def size_of_outputs() -> Scalar:
+        zeros = objective.residual(_tree.zeros_like(here))
+        outputs = jax.tree.map(jnp.subtract, then, zeros)
+        return _tree.norm(outputs).astype(loss.dtype)
+
     def look():
         left = step if update.left is None else update.left
+        most = first_loss
+        if objective.is_quadratic:  # The first loss may be the outputs' rounding alone.
+            most += 0.5 * (_ROUNDINGS * _tree.eps(then) * size_of_outputs()) ** 2
         return has_arrived(
             problem,
             problem.gradient() if gradient is None else gradient,
@@ -85,32 +98,36 @@ def verdict(
             solver.rtol,
             atol,
             loss,
-            first_loss,
+            most,
             update.searched,
         )
 
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
-    now, then = map(objective.residual, (update.outputs, here))
+    # The gradient underflows if the probabilities of all wrong classes do.
+    perfect = (loss <= _tree.eps(loss) ** 2 * first_loss) & (gradient_norm == 0)
+    arrived |= asks & perfect
     if objective.is_quadratic:  # If squares of the residuals underflow, all losses are 0.
         arrived &= (first_loss != 0) | ~_tree.any_nonzero(then)
     gained = objective.decrease(here, update.outputs).astype(loss.dtype)
     point = _as_in(update.problem, lin.point)
-    quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
+    # Each of many steps may lower the loss by less than its rounding, and all by more.
+    still_gain = state.still_gain + gained
+    rounding = rounding_of_loss(loss, update.problem, point)
+    quiet = (jnp.abs(gained) <= rounding) & (still_gain <= rounding)
     small = _is_within(solver, atol, update.y, step, now, then)
     if update.problem is None and objective.is_quadratic and not update.searched:
         # A step also counts as small if the outputs' rounding hides its decrease. In
         # single precision, a linear problem whose residuals vanish then converges in
         # three steps. Without this rule it makes all that are allowed. Errors of single
         # outputs are independent, so that the loss sees the root of their mean square.
-        zeros = objective.residual(_tree.zeros_like(here))
-        outputs = jax.tree.map(jnp.subtract, then, zeros)
-        size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
+        size = size_of_outputs() / _tree.size(then) ** 0.5
         small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
     return Ended(
         arrived,
         # A detour that is lost takes no step.
         settled=small & ~on_detour,
         num_still=jnp.where(quiet, state.num_still + jnp.where(on_detour, 0, 1), 0),
+        still_gain=jnp.where(quiet, still_gain, 0),
         result=optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, update.result),
     )
 
@@ -173,7 +190,7 @@ def has_arrived(
     rtol: ScalarLike,
     atol: ScalarLike,
     loss: Scalar,
-    first_loss: Scalar,
+    most: Scalar,
     searched: bool,
 ) -> Bool[Array, ""]:
     r"""Whether almost nothing can be gained, neither by changing any one parameter nor by
@@ -193,7 +210,7 @@ def has_arrived(
     - `gradient`: the gradient of the linearised problem.
     - `left`: the step that the solver would take next.
     - `rtol`, `atol`: the tolerances of the solver; `atol` is in units of the residual.
-    - `loss`, `first_loss`: the loss here and at the start of the run.
+    - `loss`, `most`: the loss here, and at the start of the run with its rounding.
     - `searched`: whether the solver has searched for the longest step that lowers the
         loss. A parameter then passes if doubling it would hardly change the residual and
         the loss: at a minimum where its column vanishes, the linearisation predicts a
@@ -205,7 +222,7 @@ def has_arrived(
         section 8. The columns' norms by probes: C. Bekas, E. Kokiopoulou and Y. Saad, *An
         estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
     """
-    dtype = first_loss.dtype
+    dtype = most.dtype
     eps = _tree.eps((point, quadratic.residual))
     gradient = _tree.joined(_tree.cast_like(gradient, point))
     norms = _column_norms(quadratic, point)
@@ -223,7 +240,7 @@ def has_arrived(
     lost = jnp.sqrt(2 * _rounding(loss, eps * size))
     allowed = jnp.maximum(allowed, jnp.minimum(lost, _STEEP * residual))
     rounding = _ROUNDINGS * eps * size
-    has_fallen = loss <= first_loss
+    has_fallen = loss <= most
     known = has_fallen | (rounding <= allowed)
     allowed += jnp.where(has_fallen, rounding, 0)
 

@@ -16,7 +16,7 @@ from .._common._canonical import canonical, of_one_example
 from .._common._checks import first_line, is_own
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
-from ._model import Frozen
+from ._model import Frozen, in_single
 
 
 class Group(eqx.Module):
@@ -155,7 +155,7 @@ def _residuals(
             f"The function of the group {name!r} must return arrays, but returned "
             f"{residuals!r}."
         )
-    return residuals
+    return in_single(residuals)
 
 
 _NO_PAIR = (

@@ -220,13 +220,14 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
 
 
 def _checked(outputs: Any) -> PyTree[Array]:
+    """Return outputs in at least single precision, in which the loss is computed."""
     leaves = jax.tree.leaves(outputs)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
         raise ValueError(
             "The model must return an array, or a pytree of arrays, but returned "
             f"{outputs!r}."
         )
-    return outputs
+    return in_single(outputs)
 
 
 def _shapes(x: PyTree) -> str:

@@ -32,8 +32,8 @@ class Run(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def row(self) -> dict[str, float]:
-        """The latest row of the history, by column."""
+    def row(self) -> Mapping[str, float]:
+        """The latest row of the history, by column. Only `record` changes it."""
 
     @property
     @abc.abstractmethod
@@ -89,11 +89,18 @@ class Callback:
         class PrintLoss(gnlin.callbacks.Callback):
             def on_epoch(self, run):
                 print(run.epoch, run.row["loss"])
+
+        class BiasNorm(gnlin.callbacks.Callback):
+            columns = ("bias_norm",)
+
+            def on_epoch(self, run):
+                norm = jnp.linalg.norm(run.model.layers[-1].bias)
+                run.record({"bias_norm": float(norm)})
         ```
 
     **Attributes:**
 
-    - `columns`: the columns of the history that the callback fills.
+    - `columns`: the columns of the history that the callback fills, by `run.record`.
     """
 
     columns: tuple[str, ...] = ()
