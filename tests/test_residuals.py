@@ -608,3 +608,9 @@ def test_a_tangent_of_another_dtype_is_no_matter_of_whole_numbers():
     )
     with pytest.raises(ValueError, match="got tangent dtype float16"):
         gnlin.solve(LINE, group)
+
+
+def test_dropout_in_a_group():
+    group = gnlin.Residuals(lambda u, x: eqx.nn.Dropout(0.5)(u(x)), jnp.ones(3))
+    with pytest.raises(ValueError, match="'residuals' uses dropout, which needs a key"):
+        gnlin.solve(LINE, group)

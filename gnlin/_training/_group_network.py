@@ -149,6 +149,13 @@ def _residuals(
         if "'tuple' object is not callable" in str(error):
             failed = ValueError(f"{failed} {_NO_PAIR}")
         raise failed from error
+    except RuntimeError as error:
+        if "requires a key" not in str(error):
+            raise
+        raise ValueError(
+            f"The function of the group {name!r} uses dropout, which needs a key, and "
+            "groups have none: call `equinox.nn.inference_mode(model)` in it."
+        ) from error
     leaves = jax.tree.leaves(residuals)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
         raise ValueError(
