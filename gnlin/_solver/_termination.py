@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
+from .._linearisation._objective import AbstractObjective, BatchLoss
 from .._linearisation._quadratic import Quadratic
 from ._state import State, Update
 
@@ -88,7 +88,8 @@ def verdict(
     def look():
         left = step if update.left is None else update.left
         most = first_loss
-        if objective.is_quadratic:  # The first loss may be the outputs' rounding alone.
+        if isinstance(objective, BatchLoss) and objective.is_quadratic:
+            # The first loss may be the outputs' rounding alone.
             most += 0.5 * (_ROUNDINGS * _tree.eps(then) * size_of_outputs()) ** 2
         return has_arrived(
             problem,
@@ -103,11 +104,11 @@ def verdict(
         )
 
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
-    # The gradient underflows if the probabilities of all wrong classes do.
-    perfect = (loss <= _tree.eps(loss) ** 2 * first_loss) & (gradient_norm == 0)
-    arrived |= asks & perfect
     if objective.is_quadratic:  # If squares of the residuals underflow, all losses are 0.
         arrived &= (first_loss != 0) | ~_tree.any_nonzero(then)
+    else:  # The gradient underflows if the probabilities of all wrong classes do.
+        perfect = (loss <= _tree.eps(loss) ** 2 * first_loss) & (gradient_norm == 0)
+        arrived |= asks & perfect
     gained = objective.decrease(here, update.outputs).astype(loss.dtype)
     point = _as_in(update.problem, lin.point)
     # Each of many steps may lower the loss by less than its rounding, and all by more.
