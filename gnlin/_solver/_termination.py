@@ -315,7 +315,13 @@ def rounding_of_loss(
     """
     if quadratic is None:
         return _rounding(loss, jnp.zeros_like(loss))
-    return _rounding(loss, rounding_of_outputs(quadratic, point).astype(loss.dtype))
+    error = rounding_of_outputs(quadratic, point).astype(loss.dtype)
+    gradient = _tree.joined(_tree.cast_like(quadratic.gradient(), point))
+    moved = _tree.norm(jax.tree.map(jnp.multiply, gradient, _tree.joined(point)))
+    m, _ = quadratic.jacobian.shape
+    own = _ROUNDINGS * float(jnp.finfo(loss.dtype).eps) * jnp.abs(loss)
+    independent = error * (jnp.sqrt(2 * jnp.abs(loss) / m) + error)
+    return own + independent + _tree.eps((point, quadratic.residual)) * moved.astype(loss.dtype)
 
 
 def _rounding(loss: Scalar, error: Scalar) -> Scalar:
