@@ -81,7 +81,7 @@ def unchecked():
 
 
 # Linux allows a process 65,530 memory mappings.
-_MANY_MAPPINGS = 10_000
+_MANY_MAPPINGS = 15_000
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -100,6 +100,7 @@ def test_an_error_between_the_points_of_the_training():
     assert 0.5 < np.linalg.norm(change) / np.linalg.norm(error) < 2
 
 
+@pytest.mark.slow
 def test_an_unknown_coefficient_and_a_derivative():
     x = jnp.linspace(0.0, 1.0, 40)
     model = {"u": network(), "rate": jnp.array(1.0)}
