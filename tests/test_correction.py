@@ -86,6 +86,7 @@ def test_the_error_of_a_differential_equation(steps):
     np.testing.assert_allclose(change, -error, atol=1e-4 * np.max(np.abs(error)))
 
 
+@pytest.mark.slow
 def test_an_error_between_the_points_of_the_training():
     steep = lambda net, x: jax.grad(net)(x) - 20 * jnp.cos(20 * x)
     start = gnlin.Residuals(lambda net, x: net(x), jnp.zeros(1))

@@ -153,7 +153,9 @@ def test_rosenbrock_in_any_units_of_the_residuals(name):
         assert int(solution.stats["num_steps"]) < 60
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.float64]
+)
 def test_powell_singular(dtype):
     """The Jacobian is singular at the solution, 0: convergence is linear only."""
     start = jnp.asarray([3.0, -1.0, 0.0, 1.0], dtype)

@@ -915,6 +915,7 @@ def test_criteria_in_single_precision_at_any_dispersion_by_one_program():
     assert np.all(found[1] < found[0])
 
 
+@pytest.mark.slow
 def test_derivatives_of_the_criteria_by_the_dispersion():
     def found(dispersion):
         loss = gnlin.losses.NegativeBinomialNLL(dispersion)

@@ -988,15 +988,12 @@ SOLVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "targets", "build"),
     [
         pytest.param(*SOLVED["softmax"], id="softmax"),
-        pytest.param(
-            *SOLVED["poisson, prox-linear"],
-            marks=pytest.mark.slow,
-            id="poisson, prox-linear",
-        ),
+        pytest.param(*SOLVED["poisson, prox-linear"], id="poisson, prox-linear"),
     ],
 )
 def test_weights_and_reduction_in_a_solution(loss, targets, build):

@@ -308,6 +308,7 @@ def test_laplace_about_a_classifier():
         _against_the_curvature(model, *data, posterior)
 
 
+@pytest.mark.slow
 def test_laplace_of_the_last_layer():
     model, data = classified("tall")
     loss = gnlin.SoftmaxCrossEntropy()
@@ -857,6 +858,7 @@ def test_derivatives_where_eigenvalues_are_zero(order):
         np.testing.assert_allclose(slope, both.imag / 1e-30, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_classifiers_variance():
     """The curvature of the softmax is zero where all logits change alike."""
     model, (inputs, labels) = classified("one")

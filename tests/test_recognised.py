@@ -277,6 +277,7 @@ def test_the_derivative_of_a_likelihoods_minimum():
         np.testing.assert_allclose(derivative, by_the_score(b, 1.5), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_bounds_precision_and_many_at_once():
     x, y = (jnp.asarray(v, jnp.float32) for v in measured())
     solver = gnlin.LevenbergMarquardt(
