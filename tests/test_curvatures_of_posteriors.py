@@ -219,7 +219,7 @@ def test_all_eigenpairs_of_a_regression_are_the_full_curvature():
     ("n", "curvature", "budget"),
     [
         (3, "full", 1_000),
-        (3, "full", 10**6),
+        pytest.param(3, "full", 10**6, marks=pytest.mark.slow),
         (40, 3, 10**6),
         (7, "kronecker", 10**6),
     ],
@@ -339,9 +339,8 @@ def test_mistakes():
         )
 
 
-@pytest.mark.parametrize(
-    "curvature", ["full", pytest.param("kronecker", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("curvature", ["full", "kronecker"])
 def test_derivatives_of_a_variance_where_eigenvalues_are_zero(curvature):
     """By the model, which moves the curvature, by new inputs, and by both."""
     model, inputs, labels, test = case("convolution", n=3)

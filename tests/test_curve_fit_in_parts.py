@@ -226,6 +226,7 @@ def test_what_pandas_holds():
     np.testing.assert_allclose(numbers(fit.parameters), same, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_x_and_a_start_of_single_precision():
     start = {name: np.float32(value) for name, value in START.items()}
     with jax.numpy_dtype_promotion("standard"):

@@ -229,6 +229,7 @@ def check_by_differences(after):
     np.testing.assert_allclose(found, np.stack(wanted, 1), atol=1e-7 * size, rtol=0)
 
 
+@pytest.mark.slow
 def test_derivatives_through_the_trials_of_levenberg_marquardt():
     check_by_differences(by_solve(gnlin.LevenbergMarquardt()))
 

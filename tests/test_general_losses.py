@@ -922,6 +922,7 @@ def test_a_search_keeps_the_loss_from_rising(solver, full_step):
     assert np.round(halves) >= 1
 
 
+@pytest.mark.slow
 def test_a_search_takes_a_full_step_that_is_good_enough():
     step, solution = solve(SOFTMAX, gnlin.DampedGaussNewton(10.0, search=ARMIJO), 3)
     w = start()
@@ -977,6 +978,7 @@ def test_targets_that_are_not_finite(problem, solver):
     assert not np.any(step)
 
 
+@pytest.mark.slow
 def test_steps_that_diverge_are_not_taken():
     """Poisson's loss has an unbounded gradient."""
     for eta in (1.0, 1e200):
@@ -1351,7 +1353,7 @@ REGRESSIONS = {
     ("name", "dtype", "damping"),
     [
         ("huber", np.float64, 0.0),
-        ("poisson", np.float32, 1e-6),
+        pytest.param("poisson", np.float32, 1e-6, marks=pytest.mark.slow),
     ],
 )
 def test_a_regression_of_few_parameters_by_newton(name, dtype, damping):

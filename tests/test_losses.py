@@ -1346,6 +1346,7 @@ def test_the_delta_of_a_loss_within_a_model_is_not_trained():
     assert model.loss.delta == 0.5
 
 
+@pytest.mark.slow
 def test_delta_is_a_number_like_any_other():
     """Another delta compiles nothing, many are one call, and it has a derivative."""
     of_delta, solver = gnlin.losses.Cauchy, gnlin.GaussNewton(rtol=1e-12)

@@ -486,7 +486,8 @@ def on_a_line(width, n, dtype):
 
 
 @pytest.mark.parametrize(
-    ("width", "n", "dtype"), [(16, 30, np.float64), (4, 60, np.float32)]
+    ("width", "n", "dtype"),
+    [(16, 30, np.float64), pytest.param(4, 60, np.float32, marks=pytest.mark.slow)],
 )
 def test_the_mean_far_from_the_data(width, n, dtype):
     """Small eigenvalues matter there, down to the noise variance. The error is no larger

@@ -118,6 +118,7 @@ def test_poses_are_found_and_stay_poses(dtype):
     assert found.result == optx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_a_start_off_the_space_is_moved_onto_it():
     """Its second-order correction would otherwise see the jump to the first step."""
     rng = np.random.default_rng(0)
