@@ -70,7 +70,7 @@ def test_of_a_function_with_forward_mode_only():
         return p["a"] * fourth - y
 
     def slopes(fn):
-        solver, start = gnlin.GaussNewton(), {"a": 1.0, "rate": 0.5}
+        solver, start = gnlin.LevenbergMarquardt(), {"a": 1.0, "rate": 0.5}
         return jax.jit(jax.jacfwd(lambda y: minimum(fn, solver, start, y)))(SIGNAL)
 
     found, expected = slopes(powers), slopes(decay)
@@ -91,7 +91,7 @@ def test_on_a_circle():
 
     def value(a):
         retraction = {"row": turned, "length": None}
-        solver = gnlin.GaussNewton(retraction=retraction)
+        solver = gnlin.LevenbergMarquardt(retraction=retraction)
         start = {"row": jnp.array([[1.0, 0.0]]), "length": jnp.array(2.0)}
         return minimum(misfit, solver, start, a)
 
@@ -168,7 +168,7 @@ def test_groups_whose_function_closes_over_a_differentiated_value(derivative, ha
         loss = gnlin.losses.Huber(0.1)
         data = (TIMES, SIGNAL) if has_data else None
         group = gnlin.Residuals(fn, data, loss=loss)
-        solver = gnlin.GaussNewton(rtol=1e-12)
+        solver = gnlin.LevenbergMarquardt(rtol=1e-12)
         return optx.least_squares(group, solver, jnp.array([1.0, 1.0])).value
 
     both = jax.jit(derivative(lambda slope: (found(slope),) * 2, has_aux=True))

@@ -43,7 +43,7 @@ def two_peaks(dtype=np.float64):
         cast = lambda x: x.astype(dtype)
         return groups, jax.tree.map(cast, two_peaks()[1].model)
     start = {"heights": jnp.ones(2), "width": jnp.array(2.0)}
-    return groups, gnlin.solve(start, groups, gnlin.GaussNewton())
+    return groups, gnlin.solve(start, groups)
 
 
 def dense(model):
@@ -90,8 +90,7 @@ def test_inputs_and_targets_match_scipys_curve_fit():
     y, sigma = 2 * np.exp(-0.3 * X) + 0.05 * NOISE[0], 0.02 + 0.01 * (X + 3)
     counted = np.arange(40) != 7
     y, weights = np.where(counted, y, 50.0), counted / sigma**2
-    start = {"a": 1.0, "rate": 0.5}
-    solution = gnlin.solve((curve, start), (X, y, weights), gnlin.GaussNewton())
+    solution = gnlin.solve((curve, {"a": 1.0, "rate": 0.5}), (X, y, weights))
     known = covariance(solution, (X, y, weights), absolute_sigma=False)
     (_, rate), expected = scipy.optimize.curve_fit(
         lambda x, a, rate: a * np.exp(-rate * x),
@@ -197,7 +196,7 @@ def test_what_cannot_be_meant():
         known.derived(lambda p: 3)
     curve = lambda p, x: p["a"] * x
     data = X, 2 * X
-    with_prior = gnlin.solve((curve, {"a": 1.0}), data, gnlin.GaussNewton(), prior=1.0)
+    with_prior = gnlin.solve((curve, {"a": 1.0}), data, prior=1.0)
     with pytest.raises(ValueError, match="in units of the noise"):
         covariance(with_prior, data, absolute_sigma=False)
     with pytest.raises(ValueError, match="not finite"):

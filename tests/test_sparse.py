@@ -102,7 +102,7 @@ def test_the_jacobian_is_the_dense_one(outputs, dtype):
 
 
 def test_steps_are_those_of_all_parameters():
-    solver = gnlin.DampedGaussNewton(1e-3, search=None)
+    solver = gnlin.LevenbergMarquardt(damping=1e-3)
     ours, known = (
         gnlin.solve(POSES, groups, solver, max_steps=3) for groups in (SPARSE, DENSE)
     )
