@@ -17,6 +17,8 @@ os.environ.setdefault("NPROC", "1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Recording the source location of each operation takes a twentieth of the time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Programs are not kept on disk, so do not compute the keys by which they would be found.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 # Forbid implicit promotion of dtypes and ranks, because users may. An environment
 # variable also reaches the processes that tests start; JAX's configuration would not.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
@@ -77,7 +79,7 @@ def unchecked():
 
 
 # Linux allows a process 65,530 memory mappings.
-_MANY_MAPPINGS = 10_000
+_MANY_MAPPINGS = 15_000
 
 
 @pytest.fixture(autouse=True, scope="module")

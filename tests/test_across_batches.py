@@ -141,6 +141,7 @@ def test_levenberg_marquardt_does_not_scale_on_batches():
     np.testing.assert_array_equal(trained(), trained(scaling="identity"))
 
 
+@pytest.mark.slow
 def test_scales_on_batches_between_bounds():
     """On a face the problem is solved again with the scales of the batch."""
     x = np.random.default_rng(0).normal(size=(64, 3))

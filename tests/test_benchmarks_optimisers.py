@@ -258,6 +258,7 @@ def test_a_run_ends_at_the_first_look_at_the_target(name):
     assert course.seconds[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_given_up_after_its_passes():
     with jax.enable_x64(False):
         course = race("truncated Gauss-Newton", target=0.0, most_passes=40).run(0.1)

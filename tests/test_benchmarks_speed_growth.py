@@ -85,6 +85,7 @@ def test_all_reach_the_line_and_stop_there(line):
         assert again == tuned.steps[0], contender
 
 
+@pytest.mark.slow
 def test_runs_that_miss_the_loss_have_no_time(line):
     adam, momentum = contenders.first_order(line)
     slow = dataclasses.replace(adam, most_steps=2)

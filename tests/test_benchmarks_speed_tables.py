@@ -139,6 +139,7 @@ def test_tall_steps_are_solved():
     assert own.step_error < 1e-12
 
 
+@pytest.mark.slow
 def test_slow_cases_are_left_out_with_a_reason(monkeypatch):
     monkeypatch.setattr(tall, "MOST_WORK", 0)
     rows = tall.one_step(tall.Problem(50, 3), 1)

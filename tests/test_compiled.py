@@ -39,10 +39,6 @@ def check(*programs):
         assert counts[program]["fusions"] <= fusions, program
 
 
-def test_size_of_compiled_programs():
-    check("a fit", "solve")
-
-
 @pytest.mark.slow
 def test_size_of_all_compiled_programs():
     check(*MOST)

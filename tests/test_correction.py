@@ -86,6 +86,7 @@ def test_the_error_of_a_differential_equation(steps):
     np.testing.assert_allclose(change, -error, atol=1e-4 * np.max(np.abs(error)))
 
 
+@pytest.mark.slow
 def test_an_error_between_the_points_of_the_training():
     steep = lambda net, x: jax.grad(net)(x) - 20 * jnp.cos(20 * x)
     start = gnlin.Residuals(lambda net, x: net(x), jnp.zeros(1))
@@ -100,6 +101,7 @@ def test_an_error_between_the_points_of_the_training():
     assert 0.5 < np.linalg.norm(change) / np.linalg.norm(error) < 2
 
 
+@pytest.mark.slow
 def test_an_unknown_coefficient_and_a_derivative():
     x = jnp.linspace(0.0, 1.0, 40)
     model = {"u": network(), "rate": jnp.array(1.0)}

@@ -126,6 +126,7 @@ def test_kronecker_factors():
         posterior(test)
 
 
+@pytest.mark.slow
 def test_kronecker_factors_of_one_example_are_exact():
     """The curvature of a linear model's weights is then a Kronecker product."""
     model = eqx.nn.Linear(3, 4, use_bias=False, key=jax.random.key(0))
@@ -175,7 +176,9 @@ def test_kronecker_factors_of_a_regression():
 
 
 # Fewer outputs than parameters, and more
-@pytest.mark.parametrize(("n", "rank"), [(7, 14), (40, 3)])
+@pytest.mark.parametrize(
+    ("n", "rank"), [pytest.param(7, 14, marks=pytest.mark.slow), (40, 3)]
+)
 def test_leading_eigenpairs(n, rank):
     model, inputs, labels, test = case("dense", n)
     prior, loss = 0.5, gnlin.SoftmaxCrossEntropy()
@@ -216,8 +219,7 @@ def test_all_eigenpairs_of_a_regression_are_the_full_curvature():
     ("n", "curvature", "budget"),
     [
         (3, "full", 1_000),
-        (3, "full", 10**6),
-        (40, "full", 10**6),
+        pytest.param(3, "full", 10**6, marks=pytest.mark.slow),
         (40, 3, 10**6),
         (7, "kronecker", 10**6),
     ],
@@ -291,7 +293,7 @@ def test_draws_of_a_regression_are_about_its_mean():
         posterior.sample(test, key=0)
 
 
-@pytest.mark.parametrize("num_classes", [2, 3])
+@pytest.mark.parametrize("num_classes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_probabilities_are_of_each_logit_less_the_mean_of_the_others(num_classes):
     """A constant added to all logits has no effect, although its variance is the
     prior's, as the data say nothing about it."""
@@ -300,7 +302,8 @@ def test_probabilities_are_of_each_logit_less_the_mean_of_the_others(num_classes
     rng = np.random.default_rng(0)
     data = jnp.asarray(rng.normal(size=(40, 2))), jnp.asarray(rng.integers(0, c, 40))
     loss = gnlin.SoftmaxCrossEntropy()
-    trained = gnlin.solve(model, data, loss=loss, prior=3.0)
+    solver = gnlin.DampedGaussNewton(1e-6, method="curvature", search=None)
+    trained = gnlin.solve(model, data, solver, loss=loss, prior=3.0)
     posterior = gnlin.predict.posterior(trained, data, loss=loss)
     far = jnp.asarray(3 * rng.normal(size=(20, 2)))
     logits = np.asarray(posterior.sample(far, 4_000, key=jax.random.key(0)))
@@ -336,6 +339,7 @@ def test_mistakes():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", ["full", "kronecker"])
 def test_derivatives_of_a_variance_where_eigenvalues_are_zero(curvature):
     """By the model, which moves the curvature, by new inputs, and by both."""

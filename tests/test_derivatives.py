@@ -66,10 +66,17 @@ FILTERS = {
 }  # fmt: skip
 
 
+# With these, each pair of a method, a mode and a precision occurs.
+OFTEN = dict(zip(FILTERS, ["svd", "svd", "eigh", "eigh", "eigh"], strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "method", "mode", "shape", "dtype"),
     [
-        (name, method, MODES[(i + j) % 2], SHAPES[(i + j) % 3], DTYPES[i % 2])
+        pytest.param(
+            *(name, method, MODES[(i + j) % 2], SHAPES[(i + j) % 3], DTYPES[i % 2]),
+            marks=() if method == OFTEN[name] else pytest.mark.slow,
+        )
         for i, name in enumerate(FILTERS)
         for j, method in enumerate(["svd", "eigh"])
     ],
@@ -193,9 +200,12 @@ def derivative_of_two_steps(step, dtype):
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
-        *each_once(list(SOLVERS)[:4], list(DRIVERS), DTYPES[::-1]),
-        pytest.param(
-            "by products", "optimistix, backwards", jnp.float32, marks=pytest.mark.slow
+        *each_once(["exact", "for K steps", "by Cholesky"], list(DRIVERS), DTYPES[::-1]),
+        *(
+            pytest.param(
+                name, "optimistix, backwards", jnp.float32, marks=pytest.mark.slow
+            )
+            for name in ("damped", "by products")
         ),
     ],
 )
@@ -219,6 +229,7 @@ def check_by_differences(after):
     np.testing.assert_allclose(found, np.stack(wanted, 1), atol=1e-7 * size, rtol=0)
 
 
+@pytest.mark.slow
 def test_derivatives_through_the_trials_of_levenberg_marquardt():
     check_by_differences(by_solve(gnlin.LevenbergMarquardt()))
 

@@ -148,7 +148,7 @@ class Wave(eqx.Module):
         return self.mlp(x)
 
 
-@pytest.mark.parametrize("train", ["solve", "fit"])
+@pytest.mark.parametrize("train", [pytest.param("solve", marks=pytest.mark.slow), "fit"])
 def test_networks(train):
     """In the history of a training run, too, the loss is that of the returned model."""
     x = jnp.linspace(-1, 1, 40)[:, None]

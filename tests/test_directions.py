@@ -145,9 +145,8 @@ def test_rows_of_examples_take_passes_of_one_example(kind):
         np.testing.assert_allclose(pulled, outputs.ravel() @ matrix)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("loop", marks=pytest.mark.slow), "custom_vjp"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loop", "custom_vjp"])
 def test_groups_with_selections_and_colours(kind):
     inner, _ = INNER[kind]
     plain = {"loop": lambda x: x**3, "custom_vjp": jnp.sin}[kind]

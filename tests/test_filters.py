@@ -245,8 +245,10 @@ def test_derivatives_of_gradient_descent_are_those_of_the_loop(period, traced):
     steps = jnp.asarray(float(period)) if traced else period
     by_formula = lambda w, eta: GradientDescent(steps, eta)(w)
     for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
-        expected = jax.vmap(derivative(literal, (0, 1)), (0, None))(w, eta)
-        actual = jax.vmap(derivative(by_formula, (0, 1)), (0, None))(w, eta)
+        expected, actual = (
+            jax.jit(jax.vmap(derivative(fn, (0, 1)), (0, None)))(w, eta)
+            for fn in (literal, by_formula)
+        )
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
     by_period = jax.vmap(jax.grad(lambda k, w: GradientDescent(k, eta)(w)), (None, 0))
@@ -258,9 +260,10 @@ def test_derivatives_without_end_are_those_of_the_inverse(traced):
     """The exponential of minus infinity has no derivative of its own."""
     forever = jnp.asarray(math.inf) if traced else math.inf
     w = jnp.asarray([0.0, 0.5, 1.0, 2.0, 3.0])
-    expected = jax.vmap(jax.grad(PseudoInverse()))(w)
+    expected = jax.jit(jax.vmap(jax.grad(PseudoInverse())))(w)
     for filter in (GradientFlow(forever), GradientDescent(forever, 0.5)):
-        np.testing.assert_allclose(jax.vmap(jax.grad(filter))(w), expected)
+        found = jax.jit(jax.vmap(jax.grad(filter)))(w)
+        np.testing.assert_allclose(found, expected)
     by_rate = jax.grad(lambda eta: jnp.sum(GradientDescent(forever, eta)(w)))
     assert by_rate(0.5) == 0
 

@@ -238,6 +238,7 @@ def test_levenberg_marquardt_on_each_batch(relative):
     assert_close(numbers(result.model), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_batches_of_few_examples():
     """The default trains on small batches. It does not kill units in the first steps, as
     steps that suit many examples would. Nor does it freeze, as it would if each example
@@ -913,7 +914,7 @@ def test_outputs_in_half_precision_have_a_loss_in_single():
     assert solution.loss == pytest.approx(exact, rel=1e-5)
 
 
-@pytest.mark.parametrize("driver", ["fit", "solve"])
+@pytest.mark.parametrize("driver", ["fit", pytest.param("solve", marks=pytest.mark.slow)])
 def test_half_precision_is_computed_with_in_single_precision(driver):
     """The result is that of the same numbers in single precision, rounded."""
 
@@ -986,8 +987,9 @@ def test_a_first_batch_without_a_loss_is_no_measure():
     assert result.history.loss[-1] < 0.8 * result.history.loss[1]
 
 
-@pytest.mark.parametrize("batch_size", [None, 8])
-@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.losses.LogCosh()])
+@pytest.mark.parametrize(
+    ("loss", "batch_size"), [(gnlin.SquaredError(), None), (gnlin.losses.LogCosh(), 8)]
+)
 def test_an_optimiser_that_adapts_to_the_loss(batch_size, loss):
     """Polyak's step is the loss over the square of the gradient."""
     x = np.linspace(-1, 1, 8)[:, None]
@@ -1128,7 +1130,7 @@ def test_a_run_without_a_step_is_told():
         of_large_inputs(gnlin.DampedGaussNewton(1e-9))
 
 
-@pytest.mark.parametrize("driver", ["fit", "solve"])
+@pytest.mark.parametrize("driver", ["fit", pytest.param("solve", marks=pytest.mark.slow)])
 def test_statistics_that_have_not_left_their_start_are_told(driver):
     """After 20 steps with a momentum of 0.9 the running variances are mostly their
     initial value of 1, and validation is that of another network."""

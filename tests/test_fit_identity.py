@@ -361,6 +361,7 @@ print(*test_fit_identity.identities(), sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process():
     """The order of sets and the addresses of objects differ between processes."""
     environment = {

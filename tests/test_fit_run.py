@@ -996,7 +996,9 @@ def test_redefined_functions_of_a_model_are_not_compiled_again(by_optax):
 SCALE = 1.0
 
 
-@pytest.mark.parametrize("batch_size", [None, 4, "drawn"])
+@pytest.mark.parametrize(
+    "batch_size", [None, pytest.param(4, marks=pytest.mark.slow), "drawn"]
+)
 def test_redefined_groups_are_not_compiled_again(batch_size, monkeypatch):
     is_drawn = batch_size == "drawn"
 

@@ -352,7 +352,15 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize(("solver", "expected"), SOLVERS.values(), ids=SOLVERS)
+def with_slow(cases, *names):
+    """Return the cases as parameters with their names, of which some are slow."""
+    slow = lambda name: pytest.mark.slow if name in names else ()
+    return [
+        pytest.param(*case, id=name, marks=slow(name)) for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize(("solver", "expected"), with_slow(SOLVERS, "spectrum in chunks"))
 def test_a_quadratic_step_of_each_solver(solver, expected):
     step, solution = solve(HUBER, solver)
     assert result_is(solution, "nonlinear_max_steps_reached")
@@ -441,7 +449,9 @@ LM_PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize(("problem", "options"), LM_PROBLEMS.values(), ids=LM_PROBLEMS)
+@pytest.mark.parametrize(
+    ("problem", "options"), with_slow(LM_PROBLEMS, "poisson, prox-linear")
+)
 def test_levenberg_marquardt_descends_to_a_stationary_point(problem, options):
     step, solution = solve(
         problem, gnlin.LevenbergMarquardt(**options), 400, compiled=True
@@ -469,6 +479,7 @@ class FourSquares(gnlin.authoring.AbstractElementwiseLoss):
         return 2 * (output - target) ** 2
 
 
+@pytest.mark.slow
 def test_accelerated_steps_do_not_depend_on_the_unit_of_the_loss():
     """Nor on whether squared error is gnlin's own class."""
     solver = gnlin.LevenbergMarquardt()
@@ -617,7 +628,7 @@ OPTIMISERS = {"adam": (optax.adam, True, 0.3), "adamw, kept": (adamw, False, 0.0
 
 
 @pytest.mark.parametrize(
-    ("build", "restart", "damping"), OPTIMISERS.values(), ids=OPTIMISERS
+    ("build", "restart", "damping"), with_slow(OPTIMISERS, "adamw, kept")
 )
 def test_any_optimiser_on_each_linearised_model(build, restart, damping):
     solver = gnlin.IterativeLinearisation(
@@ -895,7 +906,7 @@ SEARCHING = {
 }
 
 
-@pytest.mark.parametrize(("solver", "full_step"), SEARCHING.values(), ids=SEARCHING)
+@pytest.mark.parametrize(("solver", "full_step"), with_slow(SEARCHING, "truncated"))
 def test_a_search_keeps_the_loss_from_rising(solver, full_step):
     _, solution = solve(SOFTMAX, solver, 6, compiled=True)
     losses = np.append(solution.history.loss, solution.loss)
@@ -911,6 +922,7 @@ def test_a_search_keeps_the_loss_from_rising(solver, full_step):
     assert np.round(halves) >= 1
 
 
+@pytest.mark.slow
 def test_a_search_takes_a_full_step_that_is_good_enough():
     step, solution = solve(SOFTMAX, gnlin.DampedGaussNewton(10.0, search=ARMIJO), 3)
     w = start()
@@ -966,6 +978,7 @@ def test_targets_that_are_not_finite(problem, solver):
     assert not np.any(step)
 
 
+@pytest.mark.slow
 def test_steps_that_diverge_are_not_taken():
     """Poisson's loss has an unbounded gradient."""
     for eta in (1.0, 1e200):
@@ -991,6 +1004,7 @@ def test_cross_entropy_ends_where_the_numbers_do():
     assert np.all(np.isfinite([*solution.history.loss, solution.loss]))
 
 
+@pytest.mark.slow
 def test_cycling_is_not_convergence():
     solver = gnlin.IterativeLinearisation(15, 1e3)
     _, solution = solve(SOFTMAX, solver, 10, compiled=True)
@@ -1339,7 +1353,7 @@ REGRESSIONS = {
     ("name", "dtype", "damping"),
     [
         ("huber", np.float64, 0.0),
-        ("poisson", np.float32, 1e-6),
+        pytest.param("poisson", np.float32, 1e-6, marks=pytest.mark.slow),
     ],
 )
 def test_a_regression_of_few_parameters_by_newton(name, dtype, damping):

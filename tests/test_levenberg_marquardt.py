@@ -132,7 +132,15 @@ def scaled_rosenbrock(y, scale):
     return scale * rosenbrock(y, None)
 
 
-@pytest.mark.parametrize("name", ["default", "marquardt", "curvature", "matrix-free"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "default",
+        "matrix-free",
+        pytest.param("marquardt", marks=pytest.mark.slow),
+        pytest.param("curvature", marks=pytest.mark.slow),
+    ],
+)
 def test_rosenbrock_in_any_units_of_the_residuals(name):
     for scale in (1.0, 1e-6, 1e6):
         start = jnp.asarray([-1.2, 1.0])
@@ -145,7 +153,9 @@ def test_rosenbrock_in_any_units_of_the_residuals(name):
         assert int(solution.stats["num_steps"]) < 60
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.float64]
+)
 def test_powell_singular(dtype):
     """The Jacobian is singular at the solution, 0: convergence is linear only."""
     start = jnp.asarray([3.0, -1.0, 0.0, 1.0], dtype)
@@ -380,6 +390,7 @@ def test_rows_that_do_not_fit_where_their_factors_do():
     assert solution.loss < 0.1 * solution.history.loss[0]
 
 
+@pytest.mark.slow
 def test_conjugate_gradients_that_cannot_converge_have_a_limit():
     """A classifier with singular values over twenty decades in single precision."""
     n = 200

@@ -87,10 +87,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("acceleration", [False, True])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_search_step_by_step(case, acceleration):
-    y, args = wavy(*case)
+@pytest.mark.parametrize(
+    ("name", "acceleration"),
+    [
+        ("far", True),
+        ("near", True),
+        ("very far", True),
+        ("wide", False),
+        ("as long as it may be", False),
+        pytest.param("far", False, marks=pytest.mark.slow),
+        pytest.param("wide", True, marks=pytest.mark.slow),
+        pytest.param("as long as it may be", True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_search_step_by_step(name, acceleration):
+    y, args = wavy(*CASES[name])
     expected, dampings, rejected = literal(y, args, 5, acceleration=acceleration)
     solver = gnlin.LevenbergMarquardt(acceleration=acceleration)
     solution = least_squares(

@@ -988,15 +988,12 @@ SOLVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "targets", "build"),
     [
         pytest.param(*SOLVED["softmax"], id="softmax"),
-        pytest.param(
-            *SOLVED["poisson, prox-linear"],
-            marks=pytest.mark.slow,
-            id="poisson, prox-linear",
-        ),
+        pytest.param(*SOLVED["poisson, prox-linear"], id="poisson, prox-linear"),
     ],
 )
 def test_weights_and_reduction_in_a_solution(loss, targets, build):
@@ -1276,38 +1273,48 @@ def test_the_first_steps_are_reweighted_and_the_last_ones_are_newtons():
     np.testing.assert_allclose(ours.loss, known.fun, rtol=1e-9)
 
 
+class Constant(gnlin.authoring.AbstractElementwiseLoss):
+    """A loss that does not depend on the outputs."""
+
+    constant: jax.Array
+    reduction: str | None = None
+
+    def elementwise(self, output, target):
+        return self.constant + 0 * output
+
+
+@functools.partial(jax.jit, static_argnames="reweighted")
+def line_and_constant(x, y, constant, **options):
+    """Fit a line with outliers, beside a constant part of the loss."""
+    loss = gnlin.losses.Isotropic(gnlin.losses.Huber(0.1, **options))
+    line = lambda p, d: (p[0] + p[1] * d[0] - d[1])[None]
+    groups = {
+        "line": gnlin.Residuals(line, (x, y), loss=loss),
+        "constant": gnlin.Residuals(lambda p, _: p[:1], loss=Constant(constant)),
+    }
+    start, solver = jnp.array([1e3, -1e3]), gnlin.LevenbergMarquardt()
+    solution = optx.least_squares(gnlin.Groups(groups), solver, start, throw=False)
+    return solution.value, solution.result, solution.stats["num_steps"]
+
+
+lines_and_constant = jax.jit(jax.vmap(line_and_constant, (None, 0, None)))
+
+
 @pytest.mark.parametrize("constant", [0.0, -1e3])
 def test_the_part_of_the_weights_fades_in_each_run(constant):
     """... of many at once, of groups, of vectors' lengths, and of losses below zero."""
     x = np.linspace(0.0, 1.0, 30)
     ys = 0.1 * np.random.default_rng(0).normal(size=(4, 30)) + (2 + 3 * x)[None]
     ys[:, ::7] += 30.0
-
-    class Constant(gnlin.authoring.AbstractElementwiseLoss):
-        reduction: str | None = None
-
-        def elementwise(self, output, target):
-            return constant + 0 * output
-
-    def solution(y, **options):
-        loss = gnlin.losses.Isotropic(gnlin.losses.Huber(0.1, **options))
-        line = lambda p, d: (p[0] + p[1] * d[0] - d[1])[None]
-        groups = {
-            "line": gnlin.Residuals(line, (x, y), loss=loss),
-            "constant": gnlin.Residuals(lambda p, _: p[:1], loss=Constant()),
-        }
-        start, solver = jnp.array([1e3, -1e3]), gnlin.LevenbergMarquardt()
-        return optx.least_squares(gnlin.Groups(groups), solver, start, throw=False)
-
-    found = jax.vmap(solution)(jnp.asarray(ys))
-    assert np.all(found.result == optx.RESULTS.successful)
-    jitted = jax.jit(solution), jax.jit(lambda y: solution(y, reweighted=1))
+    values, results, numbers_of_steps = lines_and_constant(x, ys, constant)
+    assert np.all(results == optx.RESULTS.successful)
     for k, y in enumerate(ys):
-        one, always = (run(y) for run in jitted)
-        np.testing.assert_allclose(found.value[k], one.value, rtol=1e-6)
-        np.testing.assert_allclose(one.value, always.value, rtol=1e-6)
-        assert found.stats["num_steps"][k] == one.stats["num_steps"]
-        assert one.stats["num_steps"] < always.stats["num_steps"]
+        one, _, num_steps = line_and_constant(x, y, constant)
+        always, _, most_steps = line_and_constant(x, y, constant, reweighted=1)
+        np.testing.assert_allclose(values[k], one, rtol=1e-6)
+        np.testing.assert_allclose(one, always, rtol=1e-6)
+        assert numbers_of_steps[k] == num_steps
+        assert num_steps < most_steps
 
 
 def test_an_outlier_whose_square_overflows():
@@ -1339,6 +1346,7 @@ def test_the_delta_of_a_loss_within_a_model_is_not_trained():
     assert model.loss.delta == 0.5
 
 
+@pytest.mark.slow
 def test_delta_is_a_number_like_any_other():
     """Another delta compiles nothing, many are one call, and it has a derivative."""
     of_delta, solver = gnlin.losses.Cauchy, gnlin.GaussNewton(rtol=1e-12)

@@ -20,12 +20,12 @@ def pulled_step(r, jacobian, damping, towards):
 @pytest.mark.parametrize(
     ("method", "shape"),
     [
-        ("svd", "tall"),
         ("svd", "one residual"),
         ("kernel", "wide"),
         ("curvature", "tall"),
         ("matrix-free", "one parameter"),
-        ("auto", "square"),
+        pytest.param("svd", "tall", marks=pytest.mark.slow),
+        pytest.param("auto", "square", marks=pytest.mark.slow),
     ],
 )
 def test_damped_towards_a_part_of_the_last_step(method, shape):

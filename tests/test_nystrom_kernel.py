@@ -164,10 +164,11 @@ LABELS = (X > 0).sum(axis=1)
 ONE_HOT = np.eye(3)[LABELS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "targets"),
     [
-        pytest.param(gnlin.SoftmaxCrossEntropy(), LABELS, marks=pytest.mark.slow),
+        (gnlin.SoftmaxCrossEntropy(), LABELS),
         (gnlin.losses.Huber(delta=0.1), ONE_HOT),
     ],
 )

@@ -266,7 +266,10 @@ def of_the_docstring():
     "solver",
     [
         functools.partial(gnlin.DampedGaussNewton, 0.1),
-        functools.partial(gnlin.LevenbergMarquardt, damping=0.1),
+        pytest.param(
+            functools.partial(gnlin.LevenbergMarquardt, damping=0.1),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_method_of_ones_own(solver):

@@ -125,7 +125,7 @@ def advance(solver, fn, y, args, state):
     [
         ((M, P), jnp.float64, Nystrom(8)),
         ((10, P), jnp.float32, BlockDiagonal()),
-        ((1, P), jnp.float64, Nystrom(8)),
+        pytest.param((1, P), jnp.float64, Nystrom(8), marks=pytest.mark.slow),
         ((M, 1), jnp.float32, BlockDiagonal(1)),
     ],
 )

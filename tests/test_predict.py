@@ -187,6 +187,7 @@ def test_cross_entropy_by_literal_steps():
     np.testing.assert_allclose(predict(TEST, steps=steps), expected, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_cross_entropy_by_flow():
     model, data = classified("tall")
     (inputs, labels), learning_rate = data, rate(model, data[0])
@@ -307,6 +308,7 @@ def test_laplace_about_a_classifier():
         _against_the_curvature(model, *data, posterior)
 
 
+@pytest.mark.slow
 def test_laplace_of_the_last_layer():
     model, data = classified("tall")
     loss = gnlin.SoftmaxCrossEntropy()
@@ -398,7 +400,8 @@ def test_a_solution_with_state_as_it_is_in_inference():
     model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0), 0.5)
     rng = np.random.default_rng(0)
     data = rng.normal(size=(9, 3)), rng.normal(size=(9, 2))
-    trained = gnlin.solve(model, data, state=state, prior=0.7, max_steps=3)
+    solver = gnlin.DampedGaussNewton(0.1, search=None)
+    trained = gnlin.solve(model, data, solver, state=state, prior=0.7, max_steps=3)
     after = trained.state
     pair = (lambda m, x: m(x, after)[0], eqx.nn.inference_mode(trained.model))
     zero = jax.tree.map(lambda x: x * 0 if eqx.is_inexact_array(x) else x, pair)
@@ -415,7 +418,8 @@ def test_a_solution_with_dropout_is_used_without_it():
     model = eqx.nn.Sequential([first, eqx.nn.Dropout(0.5), last])
     rng = np.random.default_rng(0)
     data = rng.normal(size=(9, 3)), rng.normal(size=(9, 2))
-    trained = gnlin.solve(model, data, prior=0.7, max_steps=3)
+    solver = gnlin.DampedGaussNewton(0.1, search=None)
+    trained = gnlin.solve(model, data, solver, prior=0.7, max_steps=3)
     found = gnlin.predict.posterior(trained, data, noise=0.1)(TEST)
     plain = eqx.nn.inference_mode(trained.model)
     zero = jax.tree.map(lambda x: x * 0 if eqx.is_inexact_array(x) else x, plain)
@@ -482,7 +486,8 @@ def on_a_line(width, n, dtype):
 
 
 @pytest.mark.parametrize(
-    ("width", "n", "dtype"), [(16, 30, np.float64), (4, 60, np.float32)]
+    ("width", "n", "dtype"),
+    [(16, 30, np.float64), pytest.param(4, 60, np.float32, marks=pytest.mark.slow)],
 )
 def test_the_mean_far_from_the_data(width, n, dtype):
     """Small eigenvalues matter there, down to the noise variance. The error is no larger
@@ -854,6 +859,7 @@ def test_derivatives_where_eigenvalues_are_zero(order):
         np.testing.assert_allclose(slope, both.imag / 1e-30, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_classifiers_variance():
     """The curvature of the softmax is zero where all logits change alike."""
     model, (inputs, labels) = classified("one")

@@ -168,6 +168,7 @@ def test_the_posterior_knows_the_prior_of_the_training():
         other(INPUTS)
 
 
+@pytest.mark.slow
 def test_the_posterior_of_a_regression_trained_with_its_prior():
     """In training the prior is in units of the noise. The posterior's mean is the trained
     model, whose parameters have zero as their prior's mean."""
@@ -185,12 +186,16 @@ def test_the_posterior_of_a_regression_trained_with_its_prior():
     assert same.log_evidence() == pytest.approx(float(posterior.log_evidence()), rel=1e-9)
 
 
+# Any solver does where only the settings of the training matter; this one compiles fast.
+DAMPED = gnlin.DampedGaussNewton(0.1, search=None)
+
+
 @pytest.mark.parametrize("train", [gnlin.solve, gnlin.fit])
 def test_a_prior_about_fitted_parameters_warns(train):
     """For another loss the prior is about zero, and a prediction warns instead."""
     data, model = (INPUTS, jnp.prod(INPUTS, axis=1, keepdims=True)), network(1)
     options = {"max_steps": 5} if train is gnlin.solve else {"steps": 5, "batch_size": 10}
-    solution = train(model, data, **options)
+    solution = train(model, data, DAMPED, **options)
     with pytest.warns(UserWarning, match="counts data twice .* pass `about`"):
         twice = gnlin.predict.posterior(solution, data, noise=0.1)
     once = gnlin.predict.posterior(solution, data, noise=0.1, about=model)
@@ -224,7 +229,7 @@ def test_a_posterior_takes_the_parameters_that_were_trained(train, as_pair):
         spec = eqx.tree_at(lambda m: (m.slope, m.offset), model, (True, False))
     options = {"steps": 2, "batch_size": 10} if train is gnlin.fit else {"max_steps": 2}
     solution = train(
-        model, (x, 2 * x), filter_spec=spec, prior=3.0, progress=False, **options
+        model, (x, 2 * x), DAMPED, filter_spec=spec, prior=3.0, progress=False, **options
     )
     posteriors = (
         gnlin.predict.posterior(solution, (x, 2 * x), noise=0.1, **given)

@@ -238,6 +238,7 @@ def test_steps_are_accelerated_by_default(monkeypatch):
     assert all(each.acceleration for each in made)
 
 
+@pytest.mark.slow
 def test_a_bundle_adjustment_with_outliers():
     """Without a least curvature of its outliers the run stands still at its second step,
     four times above the minimum."""

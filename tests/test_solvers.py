@@ -324,7 +324,17 @@ FAR_LM = {
 }
 
 
-@pytest.mark.parametrize("solver", (FAR | FAR_LM).values(), ids=FAR | FAR_LM)
+# The others of the solvers end in the same way, by the same code.
+OFTEN = "gauss-newton", "truncated, matrix-free", "infinite period", "levenberg-marquardt"
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(solver, id=name, marks=() if name in OFTEN else pytest.mark.slow)
+        for name, solver in (FAR | FAR_LM).items()
+    ],
+)
 def test_residuals_not_finite_at_the_start_or_at_the_next_point(solver):
     for start in ([2.0, -1.0], [2.0, 0.0], [3.0, 2.0]):
         start = jnp.asarray(start)
@@ -509,6 +519,7 @@ def test_mixed_precision():
     np.testing.assert_allclose(solution.value["b"], 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_with_double_precision_disabled():
     script = """
         import warnings

@@ -230,7 +230,7 @@ def test_a_solution_does_not_depend_on_promotion():
 @pytest.mark.parametrize(
     "solver",
     [
-        gnlin.LevenbergMarquardt(),
+        pytest.param(gnlin.LevenbergMarquardt(), marks=pytest.mark.slow),
         gnlin.IterativeLinearisation(2, optimiser=optax.adam(1e-2)),
     ],
     ids=["Levenberg-Marquardt", "iterative"],

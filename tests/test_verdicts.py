@@ -41,7 +41,13 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize(("name", "precision"), SAMPLE)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if "damped" in case[0] else ())
+        for case in SAMPLE
+    ],
+)
 def test_success_is_reported_at_stationary_points(name, precision):
     wrong, num_told = told_wrongly(name, "curves", precision, count=8)
     assert not wrong
