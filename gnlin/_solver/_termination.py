@@ -315,13 +315,15 @@ def rounding_of_loss(
     """
     if quadratic is None:
         return _rounding(loss, jnp.zeros_like(loss))
+    # Errors of single outputs are independent, so that the loss sees the root of their
+    # mean square. With their norm instead, a network in single precision stops at a loss
+    # of 0.32, which falls to 0.29.
     error = rounding_of_outputs(quadratic, point).astype(loss.dtype)
+    of_outputs = _rounding(loss, error / quadratic.jacobian.shape[0] ** 0.5)
     gradient = _tree.joined(_tree.cast_like(quadratic.gradient(), point))
-    moved = _tree.norm(jax.tree.map(jnp.multiply, gradient, _tree.joined(point)))
-    m, _ = quadratic.jacobian.shape
-    own = _ROUNDINGS * float(jnp.finfo(loss.dtype).eps) * jnp.abs(loss)
-    independent = error * (jnp.sqrt(2 * jnp.abs(loss) / m) + error)
-    return own + independent + _tree.eps((point, quadratic.residual)) * moved.astype(loss.dtype)
+    along = _tree.norm(jax.tree.map(jnp.multiply, gradient, _tree.joined(point)))
+    of_point = _tree.eps((point, quadratic.residual)) * along.astype(loss.dtype)
+    return of_outputs + of_point + error**2
 
 
 def _rounding(loss: Scalar, error: Scalar) -> Scalar:
