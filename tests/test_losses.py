@@ -1376,7 +1376,8 @@ def test_delta_is_a_number_like_any_other():
 
 
 def test_factors_of_many_columns_at_once():
-    """jaxlib 0.10.2 multiplied more than 32,768 numbers wrongly, in single precision."""
+    """With more than 32,768 numbers in single precision, jax 0.10.2, which is excluded,
+    computes sums of products wrongly."""
     num_examples, num_classes, num_columns = 100, 10, 40
     rng = np.random.default_rng(0)
     outputs, columns = (

@@ -189,18 +189,27 @@ def test_many_small_steps_are_progress():
 
 
 def test_probabilities_of_wrong_classes_that_vanish_in_single_precision():
-    inputs = jnp.linspace(-1.0, 1.0, 20, dtype=jnp.float32)
-    labels = jnp.where(inputs > 0, 1.0, 0.0).astype(jnp.float32)
-    model = lambda weight, x: weight * x, jnp.ones((), jnp.float32)
-    loss = gnlin.SigmoidCrossEntropy()
-    solution = gnlin.solve(model, (inputs, labels), loss=loss)
+    rng = np.random.default_rng(0)
+    inputs = jnp.asarray(rng.normal(size=(256, 3)), jnp.float32)
+    labels = (inputs[:, 0] > 0).astype(int)
+    layers = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 3), (2, 8))]
+
+    def network(layers, x):
+        first, last = layers
+        return last @ jnp.tanh(first @ x)
+
+    loss = gnlin.SoftmaxCrossEntropy()
+    solution = gnlin.solve((network, layers), (inputs, labels), loss=loss)
     assert solution.result == optx.RESULTS.successful
     assert solution.loss < 1e-30
 
 
-def test_a_start_that_fits_to_rounding_in_single_precision():
+@pytest.mark.parametrize("weight", [None, 1e-3])
+def test_a_start_that_fits_to_rounding_in_single_precision(weight):
     inputs = np.random.default_rng(0).normal(size=(256, 3)).astype(np.float32)
     key, single = jax.random.key(0), jnp.float32
     model = eqx.nn.MLP(3, 2, 8, 2, jnp.tanh, key=key, dtype=single)
-    solution = gnlin.solve(model, (inputs, jax.vmap(model)(inputs)))
-    assert solution.result == optx.RESULTS.successful
+    data = inputs, jax.vmap(model)(inputs)
+    if weight is not None:
+        data = *data, np.full(256, weight, np.float32)
+    assert gnlin.solve(model, data).result == optx.RESULTS.successful

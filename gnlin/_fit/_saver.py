@@ -151,7 +151,7 @@ class Saver:
         if name == "step":
             what = (
                 "its steps compute something else, as with another learning rate of an "
-                "optimiser, other code of the model, or another version of JAX"
+                "optimiser, other code of the model, or another version of gnlin or JAX"
             )
         raise CheckpointError(
             f"{path} belongs to another run: {what}; pass the arguments of that run, or "

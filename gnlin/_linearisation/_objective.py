@@ -173,11 +173,11 @@ class BatchLoss(AbstractObjective):
         return self._reduce(jax.vmap(self.loss.value)(outputs, self.targets))
 
     def num_examples(self) -> Float[Array, ""]:
-        """Return the effective number of examples: so many of equal weights would have
-        the same noise (L. Kish, *Survey sampling*, 1965)."""
+        """Return the number of equally weighted examples whose mean has the same variance
+        (L. Kish, *Survey sampling*, 1965)."""
         each = counted(self.loss, self.targets)
-        if self.weights is not None:
-            each = each.astype(self.weights.dtype) * self.weights
+        if self.curvature_weights is not None:
+            each = each.astype(self.curvature_weights.dtype) * self.curvature_weights
         each /= _tree.unit(each)
         return jnp.maximum(_tree.quotient(jnp.sum(each) ** 2, _tree.dot(each, each)), 1)
 
@@ -332,6 +332,7 @@ class GroupLoss(AbstractObjective):
         return _tree.summed(self.values(outputs).values())
 
     def num_examples(self) -> Float[Array, ""]:
+        """Return the effective number of examples of the group that has most."""
         return jnp.max(jnp.stack([x.num_examples() for x in self.parts.values()]))
 
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:

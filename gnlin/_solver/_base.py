@@ -187,7 +187,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             first_loss=zero,
             settled=jnp.array(False),
             num_still=counter,
-            still_gain=zero,
+            still_loss=zero,
             reweighted=jnp.ones((), dtype),
             terminate=jnp.array(False),
             result=optx.RESULTS.successful,
@@ -240,7 +240,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if not update.searched:  # A search accepts finite points only.
             finite = _tree.all_finite((new_loss, update.y, update.outputs))
             broken = ~finite & (update.result == optx.RESULTS.successful)
-        ended = Ended(no, no, state.num_still, state.still_gain, update.result)
+        ended = Ended(no, no, state.num_still, state.still_loss, update.result)
         memory = update.memory
         if same_examples:
             where = lin, here, no if detour is None else detour.is_on
@@ -276,7 +276,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             counts=counts,
             settled=ended.settled,
             num_still=ended.num_still,
-            still_gain=ended.still_gain,
+            still_loss=ended.still_loss,
             reweighted=jnp.where(is_fast, state.reweighted, fading),
             terminate=update.terminate | ended.arrived,
             result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, ended.result),

@@ -1,5 +1,5 @@
-"""Levenberg-Marquardt across batches: a constant damping, and steps pulled towards the
-last one."""
+"""Levenberg-Marquardt across batches: a damping that does not adapt, and steps pulled
+towards the last one."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ def step_on_a_batch(
     evaluate: Evaluate,
     memory: MemoryAcross,
 ) -> Update:
-    """Take one step on one batch. The damping stays constant: a step that is too long is
+    """Take one step on one batch. The damping does not adapt: a step that is too long is
     shortened on its own batch, or by the stride after the next batch."""
     num_examples = objective.num_examples()
     momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)

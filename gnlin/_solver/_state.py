@@ -97,7 +97,7 @@ class State(eqx.Module):
     first_loss: Float[Array, ""]
     settled: Bool[Array, ""]  # the last step was within the tolerances
     num_still: Int[Array, ""]  # steps in a row that lowered the loss by rounding only
-    still_gain: Float[Array, ""]  # how much all of these have lowered it
+    still_loss: Float[Array, ""]  # the loss where these began
     # The `reweighted` of robust losses that leave it to the solver
     reweighted: Float[Array, ""]
     terminate: Bool[Array, ""]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective, BatchLoss
+from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from ._state import State, Update
 
@@ -33,8 +33,8 @@ _STEEP = 5e-3
 _ROUNDINGS = 10
 # The result of a run whose steps are tiny although its gradient is not.
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
-# A run ends after this many steps in a row that, also in all, lower the loss by rounding
-# only.
+# A run ends after this many steps in a row whose total decrease of the loss is within its
+# rounding.
 _MOST_STILL = 10
 
 
@@ -45,7 +45,7 @@ class Ended(NamedTuple):
     arrived: Bool[Array, ""]
     settled: Bool[Array, ""]
     num_still: Int[Array, ""]
-    still_gain: Float[Array, ""]
+    still_loss: Float[Array, ""]
     result: optx.RESULTS
 
 
@@ -68,7 +68,8 @@ def verdict(
     - `on_detour`: whether the linearisation is elsewhere. The run does not end there.
     """
     first_loss = state.first_loss
-    atol = solver.atol * _unit(objective, lin.outputs, first_loss)
+    zero_loss = jnp.abs(objective.value(_tree.zeros_like(here))).astype(first_loss.dtype)
+    atol = solver.atol * _unit(zero_loss, first_loss)
     going = ~update.terminate & (update.result == optx.RESULTS.successful) & ~on_detour
     stands = update.stuck | (state.num_still >= _MOST_STILL)
     asks = going & (state.settled | stands)
@@ -80,17 +81,11 @@ def verdict(
 
     now, then = map(objective.residual, (update.outputs, here))
 
-    def size_of_outputs() -> Scalar:
-        zeros = objective.residual(_tree.zeros_like(here))
-        outputs = jax.tree.map(jnp.subtract, then, zeros)
-        return _tree.norm(outputs).astype(loss.dtype)
-
     def look():
         left = step if update.left is None else update.left
-        most = first_loss
-        if isinstance(objective, BatchLoss) and objective.is_quadratic:
-            # The first loss may be the outputs' rounding alone.
-            most += 0.5 * (_ROUNDINGS * _tree.eps(then) * size_of_outputs()) ** 2
+        highest = first_loss
+        if objective.is_quadratic:  # The first loss may be the outputs' rounding alone.
+            highest += (_ROUNDINGS * _tree.eps(then)) ** 2 * zero_loss
         return has_arrived(
             problem,
             problem.gradient() if gradient is None else gradient,
@@ -99,47 +94,48 @@ def verdict(
             solver.rtol,
             atol,
             loss,
-            most,
+            highest,
             update.searched,
         )
 
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
     if objective.is_quadratic:  # If squares of the residuals underflow, all losses are 0.
         arrived &= (first_loss != 0) | ~_tree.any_nonzero(then)
-    else:  # The gradient underflows if the probabilities of all wrong classes do.
-        perfect = (loss <= _tree.eps(loss) ** 2 * first_loss) & (gradient_norm == 0)
+    else:  # Squares of tiny probabilities of all wrong classes underflow.
+        perfect = (loss <= _tree.eps(loss) ** 2 * first_loss) & (gradient_norm**2 == 0)
         arrived |= asks & perfect
     gained = objective.decrease(here, update.outputs).astype(loss.dtype)
     point = _as_in(update.problem, lin.point)
-    # Each of many steps may lower the loss by less than its rounding, and all by more.
-    still_gain = state.still_gain + gained
     rounding = rounding_of_loss(loss, update.problem, point)
-    quiet = (jnp.abs(gained) <= rounding) & (still_gain <= rounding)
+    # Single steps may gain less than the rounding while their sum gains more.
+    still_loss = jnp.where(state.num_still == 0, loss, state.still_loss)
+    quiet = (jnp.abs(gained) <= rounding) & (still_loss - loss <= rounding)
     small = _is_within(solver, atol, update.y, step, now, then)
     if update.problem is None and objective.is_quadratic and not update.searched:
         # A step also counts as small if the outputs' rounding hides its decrease. In
         # single precision, a linear problem whose residuals vanish then converges in
         # three steps. Without this rule it makes all that are allowed. Errors of single
         # outputs are independent, so that the loss sees the root of their mean square.
-        size = size_of_outputs() / _tree.size(then) ** 0.5
+        zeros = objective.residual(_tree.zeros_like(here))
+        outputs = jax.tree.map(jnp.subtract, then, zeros)
+        size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
         small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
     return Ended(
         arrived,
         # A detour that is lost takes no step.
         settled=small & ~on_detour,
         num_still=jnp.where(quiet, state.num_still + jnp.where(on_detour, 0, 1), 0),
-        still_gain=jnp.where(quiet, still_gain, 0),
+        still_loss=still_loss,
         result=optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, update.result),
     )
 
 
-def _unit(
-    objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
-) -> Scalar:
+def _unit(zero_loss: Scalar, first_loss: Scalar) -> Scalar:
     """Return the unit of `atol`: the norm of the first residual or of the targets,
-    whichever is smaller, if that is below 1."""
-    zero_loss = jnp.abs(objective.value(_tree.zeros_like(outputs)))
-    zero_loss = zero_loss.astype(first_loss.dtype)
+    whichever is smaller, if that is below 1.
+
+    - `zero_loss`: the absolute loss of outputs that are zero.
+    """
     least = jnp.minimum(jnp.abs(first_loss), 0.5)
     least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
     return jnp.sqrt(2 * least)
@@ -191,7 +187,7 @@ def has_arrived(
     rtol: ScalarLike,
     atol: ScalarLike,
     loss: Scalar,
-    most: Scalar,
+    highest: Scalar,
     searched: bool,
 ) -> Bool[Array, ""]:
     r"""Whether almost nothing can be gained, neither by changing any one parameter nor by
@@ -211,7 +207,7 @@ def has_arrived(
     - `gradient`: the gradient of the linearised problem.
     - `left`: the step that the solver would take next.
     - `rtol`, `atol`: the tolerances of the solver; `atol` is in units of the residual.
-    - `loss`, `most`: the loss here, and at the start of the run with its rounding.
+    - `loss`, `highest`: the loss here, and that at the start plus its rounding.
     - `searched`: whether the solver has searched for the longest step that lowers the
         loss. A parameter then passes if doubling it would hardly change the residual and
         the loss: at a minimum where its column vanishes, the linearisation predicts a
@@ -223,7 +219,7 @@ def has_arrived(
         section 8. The columns' norms by probes: C. Bekas, E. Kokiopoulou and Y. Saad, *An
         estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
     """
-    dtype = most.dtype
+    dtype = highest.dtype
     eps = _tree.eps((point, quadratic.residual))
     gradient = _tree.joined(_tree.cast_like(gradient, point))
     norms = _column_norms(quadratic, point)
@@ -241,7 +237,7 @@ def has_arrived(
     lost = jnp.sqrt(2 * _rounding(loss, eps * size))
     allowed = jnp.maximum(allowed, jnp.minimum(lost, _STEEP * residual))
     rounding = _ROUNDINGS * eps * size
-    has_fallen = loss <= most
+    has_fallen = loss <= highest
     known = has_fallen | (rounding <= allowed)
     allowed += jnp.where(has_fallen, rounding, 0)
 
