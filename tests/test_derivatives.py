@@ -223,6 +223,22 @@ def test_derivatives_through_the_trials_of_levenberg_marquardt():
     check_by_differences(by_solve(gnlin.LevenbergMarquardt()))
 
 
+def test_derivatives_through_steps_where_a_column_is_zero():
+    """Scales are roots of the columns' norms, which have no derivative at zero."""
+
+    def after(a):
+        model = (lambda y, _: jnp.stack([y[0] ** 2, jnp.sin(y[0])]) - a), jnp.ones(2)
+        data, solver = (jnp.zeros((1, 1)), jnp.zeros((1, 2))), gnlin.LevenbergMarquardt()
+        return gnlin.solve(model, data, solver, max_steps=2).model[1]
+
+    zero, step = jnp.array([0.2, 0.1]), np.array([1e-6, 0.0])
+    found, expected = (
+        jax.jit(lambda a: jax.jvp(after, (a,), (jnp.array([1.0, 0.0]),))[1])(zero),
+        (jax.jit(after)(zero + step) - jax.jit(after)(zero - step)) / 2e-6,
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.slow
 def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function():
     solver = gnlin.LevenbergMarquardt()
