@@ -101,6 +101,57 @@ def test_on_a_circle():
     np.testing.assert_allclose(found["length"], 0.0, atol=1e-6)
 
 
+def along_the_circle(row, step):
+    """A circle's exponential map whose second derivative at a step of zero is wrong, as
+    is usual where the limits at zero are constants."""
+    step = step - jnp.sum(step * row) * row
+    square = jnp.sum(step**2)
+    length = jnp.sqrt(jnp.where(square > 0, square, 1))
+    c = jnp.where(square > 0, jnp.cos(length), 1)
+    return c * row + jnp.where(square > 0, jnp.sin(length) / length, 1) * step
+
+
+@pytest.mark.parametrize(
+    "retraction", [turned, pytest.param(along_the_circle, marks=pytest.mark.slow)]
+)
+def test_second_derivatives_along_a_retraction(retraction):
+    """The point of the circle nearest to t is t / |t|."""
+
+    def nearest(t):
+        solver = gnlin.LevenbergMarquardt(retraction=retraction, rtol=1e-9, atol=1e-9)
+        value = minimum(lambda y, t: y[0] - t, solver, jnp.array([[1.0, 0.0]]), t)[0, 0]
+        return value, value
+
+    def slopes(t):
+        slope, value = jax.grad(nearest, has_aux=True)(t)
+        return slope, (slope, value)
+
+    t = jnp.array([1.0, 2.0])
+    curvature, (slope, value) = jax.jit(jax.jacfwd(slopes, has_aux=True))(t)
+    expected = lambda t: t[0] / jnp.sqrt(jnp.sum(t**2))
+    np.testing.assert_allclose(value, expected(t), rtol=1e-8)
+    np.testing.assert_allclose(slope, jax.grad(expected)(t), rtol=1e-7)
+    np.testing.assert_allclose(curvature, jax.hessian(expected)(t), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_second_derivatives_at_a_bound():
+    """One parameter follows its upper bound b, and the other one is sqrt(a / b)."""
+
+    def value(args):
+        solver = gnlin.GaussNewton(
+            bounds=({"b": None, "y": None}, {"b": args[1], "y": None})
+        )
+        fn = lambda p, a: jnp.stack([p["b"] - 9.0, p["y"] ** 2 * p["b"] - a])
+        start = {"b": jnp.array(1.0), "y": jnp.array(1.0)}
+        return minimum(fn, solver, start, args[0])["y"]
+
+    at = jnp.array([3.0, 2.0])
+    found = jax.jit(jax.jacfwd(jax.jacrev(value)))(at)
+    expected = jax.hessian(lambda args: jnp.sqrt(args[0] / args[1]))(at)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_unconstrained_derivatives_are_those_of_the_implicit_function():
     def rate(y):
         solver, start = gnlin.LevenbergMarquardt(), {"a": 1.0, "rate": 0.5}

@@ -1116,6 +1116,31 @@ def test_derivatives_of_the_deviance():
     np.testing.assert_allclose(of_bound, 2 * multiplier, rtol=1e-9)
 
 
+def test_second_derivatives_with_several_parameters_at_bounds():
+    """Each parameter is the root of its point, or its bound."""
+
+    def first(y):
+        bounds = 0.0, np.array([9.0, 1.1, 1.2])
+        fit = gnlin.curve_fit(
+            lambda p, x: p**2, np.zeros(3), y, np.ones(3), bounds=bounds
+        )
+        return fit.parameters[0]
+
+    found = jax.jit(jax.jacfwd(jax.grad(first)))(jnp.array([1.0, 2.0, 3.0]))
+    np.testing.assert_allclose(found, np.diag([-0.25, 0, 0]), rtol=1e-6, atol=1e-9)
+
+
+def test_derivatives_with_a_retraction_are_an_error():
+    def fitted(y):
+        turn = lambda row, step: row + jnp.sin(step)
+        solver = gnlin.LevenbergMarquardt(retraction=turn)
+        f = lambda p, x: p[0] * jnp.exp(-p[1] * x)
+        return gnlin.curve_fit(f, X, y, np.ones(2), solver=solver).parameters
+
+    with pytest.raises(ValueError, match="no derivatives with a `retraction`: use"):
+        jax.eval_shape(jax.jacfwd(fitted), jnp.asarray(Y))
+
+
 @pytest.mark.slow
 def test_derivatives_at_a_bound():
     """A parameter at a bound moves with it; the others move with the bound and the
@@ -1718,6 +1743,28 @@ def test_the_variance_of_predictions(num_train, dtype):
     rtol = 1e-9 if dtype == jnp.float64 else 1e-5
     np.testing.assert_allclose(found.reshape(-1), expected, rtol=rtol)
     assert found.shape == (7, 2)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_the_variance_at_the_data_does_not_cancel(by_kernels, monkeypatch):
+    """In single precision, with more parameters than outputs and little noise, compare
+    with K (K + damping)^-1 in double precision."""
+    if by_kernels:
+        module = "gnlin.predict._eigenbasis._singular_values_pay"
+        monkeypatch.setattr(module, lambda cost: False)
+    x = np.random.default_rng(0).normal(size=(12, 16)).astype(np.float32)
+
+    def variance(damping):
+        lin = gnlin.linearise(lambda y, x: x @ y, jnp.ones(16, jnp.float32), x)
+        return gnlin.predict.predictive_variance(lin, lin, damping, damping)
+
+    dampings = np.array([1e-2, 1e-4, 1e-6], np.float32)
+    found = jax.jit(jax.vmap(variance))(dampings)
+    kernel = x.astype(float) @ x.T.astype(float)
+    for each, damping in zip(found, dampings, strict=True):
+        damped = kernel + float(damping) * np.eye(12)
+        expected = float(damping) * np.diagonal(np.linalg.solve(damped, kernel))
+        np.testing.assert_allclose(each, expected, rtol=1e-3)
 
 
 def test_data_without_valid_points():

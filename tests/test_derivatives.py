@@ -234,6 +234,26 @@ def test_derivatives_through_the_trials_of_levenberg_marquardt():
     check_by_differences(by_solve(gnlin.LevenbergMarquardt()))
 
 
+def test_derivatives_through_steps_that_a_retraction_does_not_use():
+    """A column is zero, and scales are roots, which have no derivative at zero."""
+
+    def turn(row, step):
+        c, s = jnp.cos(step[0]), jnp.sin(step[0])
+        return jnp.stack([c * row[0] - s * row[1], s * row[0] + c * row[1]])
+
+    def after(target):
+        solver = gnlin.LevenbergMarquardt(retraction=turn)
+        model = (lambda y, x: y[0] + 0 * jnp.sum(x)), jnp.array([[1.0, 0.0]])
+        data = jnp.zeros((1, 1)), target[None]
+        return gnlin.solve(model, data, solver, max_steps=2).model[1][0]
+
+    at, along = jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])
+    compiled, h = jax.jit(after), 1e-5
+    found = jax.jit(jax.jacfwd(after))(at)[:, 0]
+    expected = (compiled(at + h * along) - compiled(at - h * along)) / (2 * h)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function():
     solver = gnlin.LevenbergMarquardt()

@@ -431,6 +431,9 @@ def test_a_row_and_entries_are_told_apart(fn, is_a_row):
     row, step = jnp.array([0.36, 0.48, 0.8]), jnp.array([0.3, -0.2, 0.1])
     retraction = Retraction.of(fn, row)
     assert retraction.whole == [is_a_row]
+    inside = []  # in a compiled program too
+    jax.eval_shape(lambda row: inside.extend(Retraction.of(fn, row).whole), row)
+    assert inside == [is_a_row]
     one_by_one = [fn(x, d) for x, d in zip(row, step, strict=True)]
     expected = fn(row, step) if is_a_row else one_by_one
     np.testing.assert_allclose(retraction.moved(row, step), expected, rtol=1e-12)

@@ -62,9 +62,15 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int
 @run.def_jvp
 def _(primals: tuple, tangents: tuple, *, num_rows: int) -> tuple[Run, Run]:
     """Differentiate the minimum: the gradient stays zero, and parameters at a bound stay
-    there. In directions that the data do not determine, the derivative is zero. The
+    there. If the data do not determine all parameters, the derivative is the one of least
+    norm, after the parameters are scaled by the root of the curvature's diagonal. The
     history has no derivative."""
     setting, data, start = primals
+    if setting.solver.retraction is not None:
+        raise ValueError(
+            "`gnlin.curve_fit` has no derivatives with a `retraction`: use "
+            "`optimistix.least_squares(..., adjoint=gnlin.methods.ImplicitAdjoint())`."
+        )
     end = run(setting, data, start, num_rows=num_rows)
     here, unravel = ravel_pytree(end.variables)
 
@@ -106,14 +112,19 @@ def _(primals: tuple, tangents: tuple, *, num_rows: int) -> tuple[Run, Run]:
 
 def _solved(matrix: Array, right: Array, free: Array) -> Array:
     """Solve the linear system of the free parameters by eigenvalues. If it is singular,
-    return the solution of least norm, in units of the diagonal's root."""
+    return the solution of least norm, in units of the diagonal's root. Its derivatives
+    need none of the eigenvalues, which may be equal."""
     matrix = 0.5 * (matrix + matrix.T)
-    units = jnp.sqrt(jnp.abs(jnp.diagonal(matrix)))
+    units = jnp.sqrt(jnp.abs(jnp.diagonal(jax.lax.stop_gradient(matrix))))
     units = jnp.where(free & (units > 0), units, 1)
     both = free[:, None] & free[None, :]
-    w, u = _lapack.eigh(jnp.where(both, matrix / (units[:, None] * units[None]), 0))
+    scaled = jnp.where(both, matrix / (units[:, None] * units[None]), 0)
+    w, u = _lapack.eigh(jax.lax.stop_gradient(scaled))
     least = w.size * jnp.finfo(w.dtype).eps * jnp.max(jnp.abs(w))
     inverse = _tree.quotient(1, w, jnp.abs(w) > least)
     inverse = jnp.where(jnp.isnan(w), jnp.nan, inverse)
+    product = lambda x: _tree.matmul(scaled, x)
+    solve = lambda _, b: _tree.matmul(u, inverse * _tree.matmul(u.T, b))
     right = jnp.where(free, right / units, 0)
-    return _tree.matmul(u, inverse * _tree.matmul(u.T, right)) / units
+    found = jax.lax.custom_linear_solve(product, right, solve, symmetric=True)
+    return found / units

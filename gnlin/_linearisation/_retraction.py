@@ -147,9 +147,9 @@ def _returned(fn: Any, row: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
 def _acts_on_entries(fn: Any, row: jax.ShapeDtypeStruct) -> bool:
     """Whether each entry of the result depends only on the same entries of the row and of
     the step, judged by derivatives along some of the entries."""
-    number = jnp.arange(row.size)
     try:
         with jax.ensure_compile_time_eval():
+            number = jnp.arange(row.size)
             point = (0.1 + 0.05 * jnp.sin(number)).astype(row.dtype)
             step = (0.01 * jnp.cos(number)).astype(row.dtype)
             for chosen in (number == 0, number % 2 == 0, number < row.size // 2):

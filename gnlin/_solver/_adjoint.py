@@ -1,6 +1,7 @@
 """Implicit derivatives of a minimum, also with bounds, a retraction or a likelihood."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,6 +17,10 @@ from .._linearisation._linearisation import linearised
 from .._linearisation._objective import SumOfSquares
 from .._linearisation._recognised import recognised
 from .._linearisation._retraction import Retraction
+
+
+# A step counts as moving nothing if it moves a row by less than this multiple of eps.
+_IDLE = 1e3
 
 
 class _Inverse(eqx.Module):
@@ -65,7 +70,8 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
     $\nabla L(\theta) = 0$. At a bound the gradient is not zero: a parameter at a bound
     that descent would cross moves with the bound, and the others move as if it were
     fixed. A parameter at a bound with zero gradient counts as free. With a retraction the
-    gradient along the manifold is zero.
+    gradient along the manifold stays zero; the manifold itself counts as constant, and
+    so does the retraction. Second and further derivatives are right, too.
 
     A likelihood in [`gnlin.Residuals`][] is differentiated too. optimistix's class needs
     a sum of squares, and raises an error.
@@ -74,7 +80,10 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
     `jax.jvp`.
 
     In a direction that the data do not determine, such as a common shift of all poses of
-    a graph, the derivative is zero. optimistix's class raises an error there.
+    a graph, optimistix's class raises an error. Here the derivative is the one of least
+    norm, in units of the parameters that make the largest entries of the curvature's rows
+    and columns one, so that it does not depend on the parameters' own units: the minimum
+    of $(y_0 - 1000\,y_1 - d)^2$ has the derivative (0.5, -0.0005) by $d$.
 
     **Arguments:**
 
@@ -103,29 +112,32 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
 
     def apply(self, primal_fn, rewrite_fn, inputs, tags):
         _, solver, *_ = inputs
-        if hasattr(solver, "bounds") and hasattr(solver, "retraction"):
-            rewrite_fn = _stationary
-        return super().apply(primal_fn, rewrite_fn, inputs, tags)
+        if not (hasattr(solver, "bounds") and hasattr(solver, "retraction")):
+            return super().apply(primal_fn, rewrite_fn, inputs, tags)
+        if solver.retraction is None:
+            return super().apply(primal_fn, _stationary, inputs, tags)
+        end, rest = super().apply(primal_fn, _constant, inputs, tags)
+        here = jax.lax.stop_gradient(end)
+        return _along_manifold(here, inputs, self.linear_solver), rest
+
+
+def _slope(
+    fn: Any, args: Any, solver: Any, y: Any, as_point: Callable = lambda y: y
+) -> Any:
+    """Return the gradient of the objective, by either mode of differentiation."""
+    posed = recognised(fn, as_point(y), args)
+    plain = (lambda y, args: fn(y, args)[0]), args, SumOfSquares()
+    outputs, inputs, objective = plain if posed is None else posed
+    at = (lambda y, inputs: outputs(as_point(y), inputs)), y, inputs
+    lin, _ = linearised(*at, False, solver.memory_budget)
+    return lin.vjp(objective.gradient(lin.outputs))
 
 
 def _stationary(optimum, _, inputs):
     """Return a value that is zero at the optimum, with an invertible derivative there."""
     fn, solver, _, args, *_ = inputs
     here = jax.lax.stop_gradient(optimum)
-
-    def slope_at(y, as_point=lambda y: y):
-        """Return the gradient of the objective, by either mode of differentiation."""
-        posed = recognised(fn, as_point(y), args)
-        plain = (lambda y, args: fn(y, args)[0]), args, SumOfSquares()
-        outputs, inputs, objective = plain if posed is None else posed
-        at = (lambda y, inputs: outputs(as_point(y), inputs)), y, inputs
-        lin, _ = linearised(*at, False, solver.memory_budget)
-        return lin.vjp(objective.gradient(lin.outputs))
-
-    if solver.retraction is not None:
-        retraction = Retraction.of(solver.retraction, here)
-        return _along(slope_at, retraction, here, optimum)
-    slope = slope_at(optimum)
+    slope = _slope(fn, args, solver, optimum)
     if solver.bounds is None:
         return slope
     box = Box.of(solver.bounds, optimum)
@@ -137,38 +149,79 @@ def _stationary(optimum, _, inputs):
     return jax.tree.map(each, blocked, optimum, here, box.lower, box.upper, slope)
 
 
-# Remove a type checker's wrapper, because optimistix requires a plain function.
+def _constant(optimum, _, inputs):
+    """Return a value by which the optimum has no derivative."""
+    return optimum
+
+
+# Remove a type checker's wrapper, because optimistix requires plain functions.
 _stationary = getattr(_stationary, "__wrapped__", _stationary)
+_constant = getattr(_constant, "__wrapped__", _constant)
 
 
-def _along(
-    slope_at: Callable, retraction: Retraction, here: PyTree[Array], y: PyTree[Array]
-) -> PyTree[Array]:
-    """Return the gradient along the manifold at `here`, plus the part of `y - here` that
-    is normal to the manifold, which has to stay zero."""
-    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.subtract, y, here))
-    tangents = retraction.tangents(here)
+@eqx.filter_custom_jvp
+def _along_manifold(end: PyTree[Array], inputs: Any, linear_solver: Any) -> PyTree[Array]:
+    r"""Return the minimum `end`, with its derivatives along the manifold of a retraction.
 
-    def led_to(tangents, rows):
-        return jax.vmap(_tree.matmul)(tangents, rows)
+    A step $s$ at the point $y$ moves it by $T(y)s$, and the gradient with respect to the
+    step is $T(y)^\top\nabla L$. It stays zero where the minimum moves. So the derivative
+    of $y$ is $T(y)s$, where $s$ solves
+    $\partial_y(T^\top\nabla L)\,T s + \partial_\theta(T^\top\nabla L) = 0$.
+    This holds at all minima, so it can be differentiated again. It takes only first
+    derivatives with respect to the step, since retractions may lack others at zero.
+    """
+    return end
 
-    def step_of(tangent, change):
-        if tangent is None:
-            return change
-        rows = change.reshape(len(tangent), -1)
-        return led_to(jnp.linalg.pinv(tangent), rows)
 
-    def as_leaves(rows):
-        parts = [x.reshape(leaf.shape) for x, leaf in zip(rows, leaves, strict=True)]
-        return structure.unflatten(parts)
+@_along_manifold.def_jvp
+def _(primals: tuple, tangents: tuple) -> tuple[PyTree[Array], PyTree[Array]]:
+    _, inputs, linear_solver = primals
+    y = _along_manifold(*primals)  # further derivatives move this point as well
+    still, idle = _tree.zeros_like(y), _idle(jax.lax.stop_gradient(y), inputs)
+    slope = lambda inputs: _slope_after(still, (y, inputs, idle))
+    _, change = eqx.filter_jvp(slope, (inputs,), (tangents[1],))
+    operator = lx.JacobianLinearOperator(_slope_after, still, (y, inputs, idle))
+    step = lx.linear_solve(operator, _tree.scale(-1, change), linear_solver).value
+    return y, _moved_by(step, y, inputs)
 
-    steps = list(map(step_of, tangents, leaves))
-    slopes = slope_at(steps, lambda s: retraction.moved(here, as_leaves(s)))
 
-    def each(tangent, change, step, slope):
-        if tangent is None:
+def _slope_after(step: PyTree[Array], at: tuple) -> PyTree[Array]:
+    """Return the gradient with respect to steps after the point moved along a tangent,
+    plus the part of the step that moves nothing, which has to stay zero."""
+    y, inputs, idle = at
+    fn, solver, _, args, *_ = inputs
+    retraction = Retraction.of(solver.retraction, y)
+    point = jax.tree.map(jnp.add, y, _moved_by(step, y, inputs))
+    further = lambda step: retraction.moved(point, step)
+    slope = _slope(fn, args, solver, _tree.zeros_like(y), further)
+
+    def each(idle, slope, step):
+        if idle is None:
             return slope
-        normal = change.reshape(step.shape) - led_to(tangent, step)
-        return led_to(tangent, slope) + normal
+        rows = step.reshape(len(idle), -1)
+        return slope + jax.vmap(_tree.matmul)(idle, rows).reshape(slope.shape)
 
-    return as_leaves(list(map(each, tangents, leaves, steps, slopes)))
+    leaves, structure = jax.tree.flatten(slope)
+    return structure.unflatten(map(each, idle, leaves, jax.tree.leaves(step)))
+
+
+def _moved_by(step: PyTree[Array], y: PyTree[Array], inputs: Any) -> PyTree[Array]:
+    """Return the tangent at a point along which a step moves it."""
+    _, solver, *_ = inputs
+    moved = lambda step: Retraction.of(solver.retraction, y).moved(y, step)
+    return jax.jvp(moved, (_tree.zeros_like(y),), (step,))[1]
+
+
+def _idle(y: PyTree[Array], inputs: Any) -> list[Float[Array, "k d d"] | None]:
+    """Return for each row the projection onto the steps that do not move it."""
+    _, solver, *_ = inputs
+
+    def each(tangent):
+        if tangent is None:
+            return None
+        identity = jnp.eye(tangent.shape[-1], dtype=tangent.dtype)
+        smallest = _IDLE * jnp.finfo(tangent.dtype).eps
+        inverse = lambda t: jnp.linalg.pinv(t, rtol=smallest)
+        return jax.vmap(lambda t: identity - _tree.matmul(inverse(t), t))(tangent)
+
+    return list(map(each, Retraction.of(solver.retraction, y).tangents(y)))

@@ -41,9 +41,10 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
     - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$. The others damp
         $\lVert D\delta\rVert^2$ with a diagonal D: `"marquardt"` uses the norms of the
         Jacobian's columns; `"more"` their maxima, which decay by 0.8 per outer step
-        (Moré, 1978); `"root"` their square roots, and for columns whose norm is below
-        a millionth of the largest a multiple of that norm. These three need the dense
-        Jacobian. With `"marquardt"` and `"more"` the parameters' units do not matter.
+        (Moré, 1978); `"root"` the square roots of the norms divided by the largest norm,
+        or, for columns below a millionth of the largest, a thousand times that quotient.
+        These three need the dense Jacobian. With `"marquardt"` and `"more"` the
+        parameters' units do not matter.
     - `momentum`: $\mu$ below 1, as in SPRING: the damping is
         $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that the step follows
         the last one in directions that one batch or draw of points does not determine.

@@ -157,8 +157,12 @@ class Eigenbasis(eqx.Module):
     ) -> Float[Array, " n"]:
         w = self.eigenvalues
         if self.on_outputs:
-            gained = jnp.sum(seen**2 / (w + damping)[None], axis=1)
-            return other.squared_rows().astype(w.dtype) - gained
+            along = seen / (w + damping)[None]
+            if not _rows_pay(self.jacobian, other):
+                gained = jnp.sum(seen * along, axis=1)
+                return other.squared_rows().astype(w.dtype) - gained
+            combined = matmul(along, self.vectors.T)
+            return _left(self.jacobian, other, combined, damping)
         left = jnp.sum(seen**2 * (damping / (w + damping))[None], axis=1)
         p, k = self.vectors.shape
         if k == p:
@@ -220,6 +224,32 @@ def _singular_values_pay(cost: Cost) -> bool:
     matrix = cost.whole_gram if m <= p else cost.whole_curvature
     eigenvalues = matrix + rates().eigh(few)
     return cost.rows_fit and singular_values <= max(_WORTH * eigenvalues, _SECONDS)
+
+
+def _rows_pay(jacobian: AbstractJacobian, other: AbstractJacobian) -> bool:
+    """Whether the rows of both Jacobians fit into memory, and their product is worth its
+    time."""
+    cost, of_other = jacobian.cost(), other.cost()
+    (m, p), (n, _) = cost.shape, of_other.shape
+    rows = cost.all_rows + of_other.all_rows
+    seconds = rows + 2.0 * n * m * float(p) * rates().product
+    worth = max(_WORTH * rates().eigh(m), _SECONDS)
+    return cost.rows_fit and of_other.rows_fit and seconds <= worth
+
+
+def _left(
+    jacobian: AbstractJacobian,
+    other: AbstractJacobian,
+    combined: Float[Array, "n m"],
+    damping: Scalar,
+) -> Float[Array, " n"]:
+    r"""Return the variance in units of the prior's, where
+    $A = \phi_*\phi^\top(\phi\phi^\top + \lambda I)^{-1}$ is `combined`: the squared norms
+    of the rows of $\phi_* - A\phi$ plus $\lambda$ times those of $A$. A difference of the
+    variances before and after the data would cancel."""
+    unseen = other.as_matrix() - matmul(combined, jacobian.as_matrix())
+    squares = jnp.sum(unseen**2, axis=1).astype(combined.dtype)
+    return squares + damping * jnp.sum(combined**2, axis=1)
 
 
 def _by_singular_values(problem: Quadratic) -> Eigenbasis:
@@ -328,7 +358,11 @@ def _variance(
     """Return what `Eigenbasis.variance` does, as a formula to be differentiated."""
     side = _OnSmallerSide.of(jacobian)
     seen = other.gram_with(jacobian) if side.on_outputs else other.as_matrix()
-    each = jax.vmap(lambda row: jnp.sum(row * side.filtered(filter, row)))(seen)
+    combined = jax.vmap(lambda row: side.filtered(filter, row))(seen)
+    if side.on_outputs and _rows_pay(jacobian, other):
+        damping = jnp.asarray(filter.damping, combined.dtype)
+        return _left(jacobian, other, combined, damping)
+    each = jnp.sum(seen * combined, axis=1)
     return other.squared_rows() - each if side.on_outputs else each * filter.damping
 
 

@@ -1,11 +1,13 @@
 """The variance of a linearised model's predictions."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, ScalarLike
 
+from .._common import _tree
 from .._common._checks import check_finite_positive
 from .._linearisation._linearisation import check_same_parameters, Linearisation
+from .._linearisation._quadratic import Quadratic
+from ._eigenbasis import Eigenbasis
 
 
 def predictive_variance(
@@ -20,8 +22,11 @@ def predictive_variance(
     $$\sigma^2\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top =
     \tfrac{\sigma^2}{\lambda}(K_{**} - K_{*}(K + \lambda I)^{-1}K_{*}^\top).$$
 
-    The side with the smaller matrix is used. With more parameters than outputs this needs
-    only kernels, which are computed layer by layer if possible, and m x m numbers.
+    The factorisation is that of [`gnlin.predict.posterior`][]: singular values of the
+    Jacobian, which are accurate also for little damping, or, if they would take too long,
+    eigenvalues of the smaller of kernel and curvature. With many more parameters than
+    outputs only kernels are needed, which are computed layer by layer if possible. Their
+    accuracy ends at a damping of about a hundred roundings of the largest eigenvalue.
 
     **Arguments:**
 
@@ -53,21 +58,10 @@ def predictive_variance(
     """
     check_finite_positive("damping", damping)
     check_same_parameters(test, train)
-    m, p = train.shape
-
-    def whitened(square, sides):
-        identity = jnp.eye(len(square), dtype=square.dtype)
-        factor = jnp.linalg.cholesky(
-            square + jnp.asarray(damping, square.dtype) * identity
-        )
-        half = jax.scipy.linalg.solve_triangular(factor, sides, lower=True)
-        return jnp.sum(half**2, axis=0)
-
-    if p <= m:
-        flat = whitened(train.curvature(), test.matrix().T)
-    else:
-        prior = test.jacobian.squared_rows()
-        rest = jnp.maximum(prior - whitened(train.kernel(), train.kernel(test)), 0)
-        flat = rest / jnp.asarray(damping, rest.dtype)
-    flat *= jnp.asarray(variance, flat.dtype)
-    return test.jacobian.codomain.unravel(flat)
+    problem = Quadratic(train.jacobian, _tree.zeros_like(train.outputs))
+    basis, jacobian = Eigenbasis.of(problem), test.jacobian
+    dtype = basis.eigenvalues.dtype
+    damping = jnp.asarray(damping, dtype)
+    left = basis.variance(jacobian, basis.seen_from(jacobian), damping)
+    flat = jnp.maximum(left, 0) * (jnp.asarray(variance, dtype) / damping)
+    return jacobian.codomain.unravel(flat)
