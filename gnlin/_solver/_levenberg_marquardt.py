@@ -90,21 +90,21 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     Across batches of n examples a step is pulled towards 0.8 n / (n + 2) times the last
     step, so that in directions that one batch does not determine it follows earlier
-    batches. If examples or classes have weights w, n is the effective number $(\sum
-    w)^2/\sum w^2$ of each batch. It is halved until it lowers the loss of its own batch,
-    and its effect on the next batch adapts the length of the following steps.
+    batches. The step is halved until it lowers the loss of its own batch, and its effect
+    on the next batch adapts the length of the following steps. If examples or classes
+    have weights w, n is the effective number $(\sum w)^2/\sum w^2$ of each batch.
 
     **Arguments:**
 
     - `damping`: the rule that adapts $\lambda$, one of `gnlin.damping`. The default is
         [`gnlin.damping.LongestStep`][], with one trial if trials are expensive, and
         [`gnlin.damping.Nielsen`][] in the prox-linear form. A number is the `initial` of
-        the latter. Across batches `damping` must be a number, by default 0.001 (1 + (48 /
-        n)^2), or 1e-8 for squared residuals at points that [`gnlin.fit`][] draws, which
-        have no noise. $\lambda$ is then this number times the curvature along the first
-        gradient. It changes only with n, and grows tenfold after a batch whose problem
-        cannot be solved in this precision, or after two in a row on which no part of the
-        step lowers the loss.
+        the latter. Across batches `damping` must be a number, by default
+        0.001 (1 + (48 / n)^2), or 1e-8 for squared residuals at points that
+        [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this number times
+        the curvature along the first gradient. It changes only with n, and grows tenfold
+        after a batch whose problem cannot be solved in this precision, or after two in a
+        row on which no part of the step lowers the loss.
     - `scaling`: the diagonal $D$ of the damping, as in [`gnlin.DampedGaussNewton`][]. The
         default is `"root"`, or `"identity"` across batches and if the method is
         matrix-free.
