@@ -13,7 +13,8 @@ def test_lower_bounds_are_the_tested_ones():
     tested = dict(
         re.findall(r"^(\w+)==(.*)$", (ROOT / ".ci/lower-bounds.txt").read_text(), re.M)
     )
-    admitted = dict(requirement.split(">=") for requirement in PROJECT["dependencies"])
+    bounds = [requirement.split(",")[0] for requirement in PROJECT["dependencies"]]
+    admitted = dict(bound.split(">=") for bound in bounds)
     tested.pop("jaxlib")
     assert tested == admitted
 

@@ -161,7 +161,8 @@ import json, sys
 import jax
 before = jax.config.values.copy()
 import gnlin
-names, changed = list(sys.modules), jax.config.values != before
+names, now = list(sys.modules), jax.config.values
+changed = any(now[name] != value for name, value in before.items())
 jax.config.update("jax_num_cpu_devices", 2)
 print(json.dumps([names, changed, jax.device_count("cpu")]))
 """
