@@ -76,6 +76,11 @@ class AbstractObjective(eqx.Module):
         """Return residuals such that half their sum of squares is the objective."""
         raise NotImplementedError
 
+    def num_examples(self) -> Float[Array, ""]:
+        """Return the number of equally weighted examples whose mean has the same variance
+        (L. Kish, *Survey sampling*, 1965)."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def expand(self, lin: Linearisation) -> Quadratic:
         """Return the second-order expansion in the outputs at a linearisation."""
@@ -173,8 +178,6 @@ class BatchLoss(AbstractObjective):
         return self._reduce(jax.vmap(self.loss.value)(outputs, self.targets))
 
     def num_examples(self) -> Float[Array, ""]:
-        """Return the number of equally weighted examples whose mean has the same variance
-        (L. Kish, *Survey sampling*, 1965)."""
         each = counted(self.loss, self.targets)
         if self.curvature_weights is not None:
             each = each.astype(self.curvature_weights.dtype) * self.curvature_weights

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective, BatchLoss, GroupLoss
+from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import (
     AbstractSubproblem,
@@ -58,7 +58,7 @@ class MemoryAcross(eqx.Module):
 
 def step_on_a_batch(
     solver: "LevenbergMarquardt",
-    objective: BatchLoss | GroupLoss,
+    objective: AbstractObjective,
     lin: Linearisation,
     evaluate: Evaluate,
     memory: MemoryAcross,
