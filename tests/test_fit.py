@@ -908,10 +908,13 @@ def test_outputs_in_half_precision_have_a_loss_in_single():
     targets = jnp.full((100, 1), 0.3, jnp.float32)
     weight = jnp.full((1, 1), 0.5, jnp.float32)
     fn = lambda weight, x: (weight @ x).astype(jnp.bfloat16)
-    solution = gnlin.solve((fn, weight), (inputs, targets), max_steps=1)
-    outputs = jax.vmap(lambda x: fn(solution.model[1], x))(inputs)
-    exact = 0.5 * np.sum((np.asarray(outputs, float) - 0.3) ** 2)
-    assert solution.loss == pytest.approx(exact, rel=1e-5)
+    whole = gnlin.solve((fn, weight), (inputs, targets), max_steps=1)
+    group = gnlin.Residuals(fn, inputs, targets=targets)
+    of_group = gnlin.solve(weight, group, max_steps=1)
+    for loss, end in ((whole.loss, whole.model[1]), (of_group.loss, of_group.model)):
+        outputs = jax.vmap(fn, (None, 0))(end, inputs)
+        exact = 0.5 * np.sum((np.asarray(outputs, float) - 0.3) ** 2)
+        assert loss == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("driver", ["fit", pytest.param("solve", marks=pytest.mark.slow)])

@@ -27,7 +27,7 @@ from jax.flatten_util import ravel_pytree
 from problems import each_once, equations, num_compiled, numbers
 
 import gnlin
-from gnlin._linearisation._objective import BatchLoss
+from gnlin._linearisation._objective import BatchLoss, GroupLoss
 
 
 # Use the optimisations of user programs for comparisons of the last digits, whatever
@@ -1415,3 +1415,14 @@ def test_effective_number_of_examples():
         assert weighted == pytest.approx((1 + 1 + 4) ** 2 / (1 + 1 + 16))
         assert number(jnp.array([1.0, 1.0, 4.0, 9.0]), **ignores) == weighted
         assert number(jnp.zeros(4), **ignores) == 1  # not zero, by which one divides
+
+
+def test_the_largest_group_gives_the_number_of_examples():
+    shapes = {"few": (2, 1), "many": (7, 1)}
+    parts = {
+        name: BatchLoss(
+            gnlin.SquaredError(), jax.ShapeDtypeStruct(shape, float), jnp.zeros(shape)
+        )
+        for name, shape in shapes.items()
+    }
+    assert GroupLoss(parts=parts, is_sample=True).num_examples() == 7
