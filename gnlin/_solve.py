@@ -240,6 +240,7 @@ def solve(
         stats={**stats, "max_steps": max_steps},
         prior=None if of_prior is None else of_prior.deviation,
         _trained=(network.frozen.trained, network.frozen.fn is not None),
+        _has_retraction=solver.retraction is not None,
     )
     solution = on_mesh(solution, mesh)
     if doubt or (complaint and (is_interrupted or not throw)):

@@ -169,6 +169,10 @@ def test_errors_along_a_retraction():
     np.testing.assert_allclose(known.standard_errors, [[0.001**0.5, 0.001**0.5, 0.0]])
     # The length of the direction is 1, and is known.
     np.testing.assert_allclose(known.derived(jnp.linalg.norm)[1], 0.0, atol=1e-12)
+    solver = gnlin.LevenbergMarquardt(retraction=moved)
+    solution = gnlin.solve(best, group, solver)
+    with pytest.raises(ValueError, match="was trained along a `retraction`: pass it to"):
+        covariance(solution, group)
 
 
 def test_an_exact_fit_and_one_without_degrees_of_freedom():

@@ -1130,6 +1130,96 @@ def test_second_derivatives_with_several_parameters_at_bounds():
     np.testing.assert_allclose(found, np.diag([-0.25, 0, 0]), rtol=1e-6, atol=1e-9)
 
 
+def _on_the_sphere(row, step):
+    return (row + step) / jnp.linalg.norm(row + step)
+
+
+def _by_two_angles(p):
+    sin = jnp.sin(p["polar"])
+    first, second = sin * jnp.cos(p["azimuth"]), sin * jnp.sin(p["azimuth"])
+    return jnp.stack([first, second, jnp.cos(p["polar"])])
+
+
+@pytest.mark.parametrize(
+    "loss", [gnlin.SquaredError(), gnlin.losses.PoissonNLL()], ids=["squared", "counts"]
+)
+def test_errors_along_a_retraction(loss):
+    """A unit vector has the errors that two angles have."""
+    rng = np.random.default_rng(0)
+    sensors = rng.normal(size=(40, 3))
+    field = 2 * sensors @ np.array([0.36, 0.48, 0.8]) + 0.05 * rng.normal(size=40)
+    y = field if isinstance(loss, gnlin.SquaredError) else rng.poisson(np.exp(field))
+    retraction = {"direction": _on_the_sphere, "size": None}
+    by_steps = gnlin.curve_fit(
+        lambda p, x: p["size"] * x @ p["direction"],
+        sensors,
+        y,
+        {"direction": np.array([1.0, 0, 0]), "size": 1.0},
+        gnlin.GaussNewton(retraction=retraction),
+        loss=loss,
+    )
+    by_angles = gnlin.curve_fit(
+        lambda p, x: p["size"] * x @ _by_two_angles(p),
+        sensors,
+        y,
+        {"polar": 1.0, "azimuth": 1.0, "size": 1.0},
+        loss=loss,
+        **QUICK,
+    )
+    expected = by_angles.derived(lambda p: (_by_two_angles(p), p["size"]))
+    found = by_steps.derived(lambda p: (p["direction"], p["size"]))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    errors = by_steps.standard_errors
+    np.testing.assert_allclose(errors["direction"], expected[1][0], rtol=1e-5)
+    assert by_steps.degrees_of_freedom == 37
+    bands = (fit.band(sensors[:5]) for fit in (by_steps, by_angles))
+    for one, other in zip(*bands, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert not by_steps.undetermined()
+    with pytest.raises(ValueError, match="a `retraction` would move: take"):
+        by_steps.confidence_intervals()
+
+
+def test_an_undetermined_rotation():
+    """Points on the axis of a rotation do not determine its angle."""
+
+    def turned(q, step):  # a quaternion, by half of the angles in three entries
+        half = jnp.concatenate([jnp.ones(1), 0.5 * step[:3]])
+        (a, *u), (b, *v) = q, half / jnp.linalg.norm(half)
+        u, v = jnp.stack(u), jnp.stack(v)
+        return jnp.concatenate([(a * b - u @ v)[None], a * v + b * u + jnp.cross(u, v)])
+
+    def rotated(p, x):
+        u = jnp.broadcast_to(p["q"][1:], x.shape)
+        turn = 2 * jnp.cross(u, jnp.cross(u, x) + p["q"][0] * x)
+        return x + turn + p["shift"][None]
+
+    x = np.outer(np.linspace(1, 2, 20), [0, 0, 1])
+    y = x + 0.01 * np.random.default_rng(1).normal(size=x.shape)
+    start = {"q": np.array([1.0, 0, 0, 0]), "shift": np.zeros(3)}
+    solver = gnlin.GaussNewton(retraction={"q": turned, "shift": None})
+    with pytest.warns(UserWarning, match=r"do not determine all parameters.*q\[3\] by"):
+        fit = gnlin.curve_fit(rotated, x, y, start, solver)
+    assert fit.degrees_of_freedom == 60 - 5
+    assert np.isinf(fit.standard_errors["q"][3])
+    assert np.all(np.isfinite(fit.standard_errors["shift"]))
+    turned_point = fit.derived(lambda p: rotated(p, jnp.asarray(x[:1])))
+    assert np.all(np.isfinite(turned_point.standard_error))
+
+
+def test_what_a_retraction_does_not_go_with():
+    f, solver = lambda p, x: x @ p, gnlin.LevenbergMarquardt(retraction=_on_the_sphere)
+    x, start = np.eye(3), np.array([1.0, 0, 0])
+    with pytest.raises(ValueError, match="does not stay between `bounds`: pass only"):
+        gnlin.curve_fit(f, x, x[1], start, solver, bounds=(0.0, 1.0))
+    with pytest.raises(ValueError, match="leave the `retraction` out"):
+        gnlin.curve_fit(f, x, x[1], start, solver, in_parts=True)
+    wrong = dataclasses.replace(solver, retraction={"q": _on_the_sphere})
+    with pytest.raises(ValueError, match="or have the parameters' structure"):
+        gnlin.curve_fit(f, x, x[1], start, wrong)
+
+
 def test_derivatives_with_a_retraction_are_an_error():
     def fitted(y):
         turn = lambda row, step: row + jnp.sin(step)

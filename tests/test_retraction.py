@@ -11,6 +11,8 @@ import jaxlie
 import numpy as np
 import optimistix as optx
 import pytest
+import scipy.optimize
+from scipy.spatial.transform import Rotation
 
 import gnlin
 from gnlin._linearisation._retraction import Retraction
@@ -311,6 +313,38 @@ def test_a_retraction_that_only_adds():
     solver = gnlin.LevenbergMarquardt(retraction=lambda row, step: row + step)
     with pytest.raises(ValueError, match="only adds the step to the row"):
         optx.least_squares(lambda y, _: y - 1, solver, jnp.zeros(7))
+
+
+@pytest.mark.parametrize("solver", [gnlin.GaussNewton, gnlin.LevenbergMarquardt])
+def test_a_rotation_of_points_on_its_axis(solver):
+    """The column of the undetermined angle is a sum of terms that cancel to rounding. If
+    it counts as more, the noise of the data becomes steps of 1e15."""
+
+    def turned(q, step):
+        half = jnp.concatenate([jnp.ones(1), 0.5 * step[:3]])
+        (a, u), (b, v) = (q[:1], q[1:]), (half[:1], half[1:])
+        parts = a * b - jnp.sum(u * v), a * v + b * u + jnp.cross(u, v)
+        return jnp.concatenate(parts) / jnp.linalg.norm(half)
+
+    def misfits(p, point):
+        (place, seen), u = point, p["turn"][1:]
+        twice = jnp.cross(u, jnp.cross(u, place) + p["turn"][:1] * place)
+        return place + 2 * twice + p["shift"] - seen
+
+    places = np.outer(np.linspace(1, 2, 20), [0, 0, 1])
+    points = places, places + 0.01 * np.random.default_rng(1).normal(size=places.shape)
+    by_vector = lambda p: Rotation.from_rotvec(p[:3]).apply(places) + p[3:] - points[1]
+    least = scipy.optimize.least_squares(lambda p: by_vector(p).ravel(), np.zeros(6)).cost
+
+    start = {"turn": jnp.array([1.0, 0, 0, 0]), "shift": jnp.zeros(3)}
+    solver = solver(retraction={"turn": turned, "shift": None})
+    of_all = lambda p, points: jax.vmap(misfits, (None, 0))(p, points)
+    found = optx.least_squares(of_all, solver, start, points)
+    loss = 0.5 * jnp.sum(of_all(found.value, points) ** 2)
+    np.testing.assert_allclose(loss, least, rtol=1e-9)
+    in_groups = gnlin.solve(start, {"points": gnlin.Residuals(misfits, points)}, solver)
+    np.testing.assert_allclose(in_groups.loss, least, rtol=1e-9)
+    assert in_groups.result == optx.RESULTS.successful
 
 
 def test_a_retraction_that_forgets_the_row():

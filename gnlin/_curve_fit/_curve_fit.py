@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 from .._common import _tree
 from .._common._checks import check_callable, check_count, check_flag
 from .._linearisation._bounds import check_start
+from .._linearisation._retraction import Retraction
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
@@ -78,9 +79,10 @@ def curve_fit(
     - `start`: the first parameters: a pytree of numbers and arrays, such as a dictionary.
         With several data sets, each may have its own start, on a leading axis of every
         parameter.
-    - `solver`: any least-squares solver of gnlin. For several data sets with bounds, or
-        with an `f` that has loops, the default uses a damping rule with few trials,
-        [`gnlin.damping.Nielsen`][].
+    - `solver`: any least-squares solver of gnlin. With a `retraction`, standard errors
+        are those of the parameters on their curved space. For several data sets with
+        bounds, or with an `f` that has loops, the default uses a damping rule with few
+        trials, [`gnlin.damping.Nielsen`][].
     - `sigma`: the standard deviations of y, as one number or in the structure and shapes
         of `y` (of one data set or of all); or the m x m covariance of y. For m data sets
         of m points add an axis to the covariance, `covariance[None]`. Its rows are in the
@@ -161,6 +163,10 @@ def curve_fit(
     absolute_sigma |= is_likelihood(loss)
     if solver.bounds is not None:
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
+    if solver.retraction is not None and bounds is not None:
+        raise ValueError(
+            "A step by a `retraction` does not stay between `bounds`: pass only one."
+        )
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve, box = Curve(f), limits(bounds, start)
@@ -196,6 +202,8 @@ def curve_fit(
     for one in each_start:
         check_start(box, one)
     first = each_start[0]
+    if solver.retraction is not None:
+        Retraction.of(solver.retraction, first)  # raises an error if it does not fit
     if starts is not None:
         free = _sobol(starts, first, free, box, many)
 

@@ -94,6 +94,8 @@ def check_in_parts(solver: Any, loss: Any, parts: Parts) -> None:
             "A fit in parts needs `gnlin.LevenbergMarquardt()` as `solver`, in its "
             "quadratic form."
         )
+    if solver.retraction is not None:
+        raise ValueError("A fit in parts adds its steps: leave the `retraction` out.")
     if isinstance(loss, AbstractRobust) and not parts.has_sigma:
         raise ValueError(
             "A robust loss on data in parts needs `sigma`, the scale of its `delta`."

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from .._common._checks import as_scalar
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
+from .._linearisation._retraction import Retraction
 from .._solver import AbstractGaussNewton
 from ..losses import AbstractElementwiseLoss, NegativeBinomialNLL
 from ..losses._robust import AbstractRobust
@@ -46,6 +47,21 @@ class FitSettings(NamedTuple):
     @property
     def is_robust(self) -> bool:
         return isinstance(self.loss, AbstractRobust)
+
+    def moved(self, parameters: PyTree[Array], step: Float[Array, " k"]) -> PyTree[Array]:
+        """Return the free parameters, moved by a step."""
+        flat, unravel = ravel_pytree(parameters)
+        if self.solver.retraction is None:
+            return unravel((flat + step).astype(flat.dtype))
+        retraction = Retraction.of(self.solver.retraction, parameters)
+        return retraction.moved(parameters, unravel(step))
+
+    def tangents(self, parameters: PyTree[Array]) -> Float[Array, "k k"] | None:
+        """Return the derivative of `moved` by the step, or `None` if steps are added."""
+        if self.solver.retraction is None:
+            return None
+        flat = lambda step: ravel_pytree(self.moved(parameters, step))[0]
+        return jax.jacfwd(flat)(jnp.zeros_like(ravel_pytree(parameters)[0]))
 
     @property
     def is_estimated(self) -> bool:

@@ -119,12 +119,15 @@ def _fitted(
     slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, here.pull))["curve"]
     jacobian, of_x = jnp.split(matrix, [_tree.size(parameters)], axis=1)
     nonfinite = NonFinite.of(lin.outputs, jacobian)
+    tangents = setting.tangents(parameters)
+    if tangents is not None:
+        jacobian = _tree.matmul(jacobian, tangents)
     concave = None if here.concave is None else (here.concave, jacobian)
     unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
-    totals, bounds = here.totals, setting.solver.bounds
-    is_seen = seen(outputs_at, parameters, start, here.outputs, jacobian, totals, bounds)
+    totals, known = here.totals, (parameters, start, here.outputs, jacobian)
+    is_seen = seen(setting, outputs_at, *known, totals)
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
@@ -135,7 +138,7 @@ def _fitted(
             chi_squared=data.spread**2 * totals.chi_squared,
             noise=data.spread * totals.noise,
         )
-    known = slope, jacobian, is_seen, totals, nonfinite, concave
+    known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents
     fitted, found = as_fitted(setting, parameters, end.loss, *known)
     if is_of_rates(setting.likelihood):
         spread = _tree.matmul(jacobian, fitted.covariance.factor)

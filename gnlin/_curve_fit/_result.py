@@ -300,6 +300,11 @@ class CurveFit(eqx.Module):
         """
         check_fraction("confidence", confidence)
         self._check_is_one("confidence_intervals")
+        if self._setting.solver.retraction is not None:
+            raise ValueError(
+                "`confidence_intervals` holds one parameter at a value, which a "
+                "`retraction` would move: take `standard_errors`, `derived` or `band`."
+            )
         data = self._at_hand("confidence_intervals")
         return Interval(*profiles(self, data, self._quantile(confidence)))
 

@@ -1,5 +1,6 @@
 """The run to the minimum, and the derivative of the minimum."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,6 +13,7 @@ from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._linear_algebra import _lapack
 from .._solve import solve
+from .._solver import AbstractGaussNewton
 from .._training._full_batch import Most
 from ._curve import Data
 from ._problem import FitSettings, flat_box, Posed, with_bounds
@@ -30,6 +32,14 @@ def _of_variables(bounds: Any) -> Any:
     return None if bounds is None else tuple({"curve": b} for b in bounds)
 
 
+def _for_variables(solver: AbstractGaussNewton) -> AbstractGaussNewton:
+    """Return the solver of the parameters for all variables. Steps of x are added."""
+    if solver.retraction is not None:
+        retraction = {"curve": solver.retraction, "x": None}
+        solver = dataclasses.replace(solver, retraction=retraction)
+    return with_bounds(solver, _of_variables(solver.bounds))
+
+
 @eqx.filter_custom_jvp
 def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int) -> Run:
     """Run the solver to the minimum. This function is differentiated by the implicit
@@ -43,7 +53,7 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int
     solution = solve(
         (eqx.Partial(Posed.outputs, posed), posed.variables(start)),
         (jnp.zeros(1), posed.target[None]),
-        with_bounds(setting.solver, _of_variables(setting.solver.bounds)),
+        _for_variables(setting.solver),
         loss=posed.loss,
         max_steps=most,
         divergence=None,

@@ -57,6 +57,7 @@ def as_fitted(
     totals: Totals,
     nonfinite: NonFinite,
     concave: tuple[Float[Array, " n"], Float[Array, "n k"]] | None = None,
+    tangents: Float[Array, "k k"] | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a run, and the statistics by their names in `CurveFit`.
 
@@ -64,6 +65,8 @@ def as_fitted(
     - `jacobian`: the Jacobian of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
     - `concave`: the size of the loss's negative curvature, and the curve's Jacobian.
+    - `tangents`: the derivative of the parameters by the steps of a retraction. All
+        Jacobians are then with respect to these steps.
     """
     y, pull = ravel_pytree(parameters)[0], ravel_pytree(slope)[0]
     box = flat_box(setting.solver.bounds, parameters)
@@ -71,9 +74,12 @@ def as_fitted(
     # A curve that is not finite may have a finite Jacobian, but the fit has no errors.
     jacobian = jnp.where(jnp.isfinite(totals.chi_squared), jacobian, jnp.nan)
     number, chi_squared = totals.num_points, totals.chi_squared
-    known = covariance(jacobian, ~held, is_seen, number)
+    free = ~held if tangents is None else jnp.any(tangents != 0, axis=0)
+    known = covariance(jacobian, free, is_seen, number)
     if concave is not None:
         known = known.less(*concave)
+    if tangents is not None:
+        known = known.moved_by(tangents)
     num_free = known.rank.astype(number.dtype)
     dof = number - num_free
     variance = bend = noise = jnp.ones_like(number)

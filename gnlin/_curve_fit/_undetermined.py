@@ -1,7 +1,7 @@
 """Whether each parameter affects the curve."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
 from .._common._tree import ravel_pytree
-from ._problem import flat_box
+from ._problem import FitSettings, flat_box
 
 
 # A parameter has no effect if, moved by its standard error, it changes the curve by less
@@ -83,27 +83,27 @@ def doubts(
 
 
 def seen(
+    setting: FitSettings,
     outputs_at: Callable[[PyTree[Array]], Array],
     parameters: PyTree[Array],
     start: PyTree[Array],
     outputs: Float[Array, " m"],
     jacobian: Float[Array, "m k"],
     totals: Totals,
-    bounds: Any,
 ) -> Bool[Array, " k"]:
     """Whether each parameter affects the curve. The curve is evaluated only where the
     linearisation does not tell."""
-    everything = parameters, start, outputs, jacobian, totals, bounds
+    everything = parameters, start, outputs, jacobian, totals, setting.solver.bounds
     everything = jax.lax.stop_gradient(everything)
     parameters, start, outputs, jacobian, totals, bounds = everything
+    if setting.solver.retraction is not None:  # Its entries are no size of a rotation.
+        start = _tree.zeros_like(start)
     found = doubts(parameters, start, jacobian, totals)
-    y, unravel = ravel_pytree(parameters)
-    box = flat_box(bounds, parameters)
+    y, box = ravel_pytree(parameters)[0], flat_box(bounds, parameters)
 
     def stays(step_and_promised):
         step, promised = step_and_promised
-        moved = unravel((y + step).astype(y.dtype))
-        change = jnp.linalg.norm(outputs_at(moved) - outputs)
+        change = jnp.linalg.norm(outputs_at(setting.moved(parameters, step)) - outputs)
         return (change <= UNMOVED * promised) & ~box.is_left(y, step)
 
     def of_all():

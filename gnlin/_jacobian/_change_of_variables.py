@@ -20,6 +20,10 @@ from ._rows import Rows
 from ._stacked_block import StackedBlock
 
 
+# An entry of a product counts as rounding below this many eps of its terms' sizes.
+_ROUNDINGS = 10
+
+
 class ChangeOfVariables(AbstractJacobian):
     r"""$\phi T$, where $T$ is block-diagonal: one block for each array of parameters.
 
@@ -128,6 +132,14 @@ class Retracted(ChangeOfVariables):
 
     change: list[Float[Array, "k d d"] | None]
 
+    def at_hand(self) -> AbstractJacobian:
+        if self.is_sparse:
+            return super().at_hand()
+        # Products with these blocks agree with their columns, in which rounding is zero.
+        is_stacked = lambda block: isinstance(block, StackedBlock)
+        blocks = (Rows(b.rows()) if is_stacked(b) else b for b in self.blocks())
+        return AtHand.of(self, list(blocks))
+
     def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self._by(vector, "kij,kj->ki")
 
@@ -177,6 +189,12 @@ def _retracted_block(
             chosen = matrix[index, place][:, :, None]
         turned = einsum("ncsd,nsde->ncse", values, chosen)
         return Gathered(turned.astype(values.dtype), index, block.shape)
-    rows = block.rows()
-    turned = einsum("mkd,kde->mke", rows.reshape(-1, *matrix.shape[:2]), matrix)
-    return Rows(turned.reshape(rows.shape).astype(rows.dtype))
+    whole = block.rows()
+    rows = whole.reshape(-1, *matrix.shape[:2])
+    product = lambda a, b: einsum("mkd,kde->mke", a, b)
+    # An entry that is rounding, such as by a rotation of a point on its axis, is set to
+    # zero. A column of them would be solved for like any other, or be scaled up.
+    turned, terms = product(rows, matrix), product(jnp.abs(rows), jnp.abs(matrix))
+    least = _ROUNDINGS * float(jnp.finfo(turned.dtype).eps) * terms
+    turned = jnp.where(jnp.abs(turned) <= least, 0, turned)
+    return Rows(turned.reshape(whole.shape).astype(rows.dtype))

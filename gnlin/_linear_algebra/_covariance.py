@@ -74,6 +74,19 @@ class Covariance(NamedTuple):
         whole = jnp.linalg.norm(matrix / self.units[None], axis=1)
         return change <= self.rounding * whole
 
+    def moved_by(self, tangents: Float[Array, "k k"]) -> "Covariance":
+        r"""Return the covariance of the parameters, if this is that of steps, which move
+        the parameters by $T$ times the step."""
+        directions = matmul(self.directions, tangents.T)
+        sizes = jnp.linalg.norm(directions * self.units[None], axis=1, keepdims=True)
+        lengths = jnp.linalg.norm(tangents / self.units[None], axis=1)
+        return self._replace(
+            factor=matmul(tangents, self.factor),
+            determined=self.determines(tangents),
+            directions=jnp.where(sizes > _PART, directions, 0),
+            units=jnp.where(lengths > 0, 1 / lengths, jnp.inf),
+        )
+
     def less(
         self, curvature: Float[Array, " m"], jacobian: Float[Array, "m k"]
     ) -> "Covariance":

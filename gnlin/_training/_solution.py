@@ -185,6 +185,7 @@ class Solution(eqx.Module, Generic[Model]):
     prior: Any = None
     # Which leaves were trained, and whether the model is a pair `(fn, parameters)`
     _trained: tuple[tuple[bool, ...], bool] | None = eqx.field(static=True, default=None)
+    _has_retraction: bool = eqx.field(static=True, default=False)
 
     def __repr__(self) -> str:
         name, history = type(self.model).__name__, self.history
@@ -203,10 +204,18 @@ class Solution(eqx.Module, Generic[Model]):
 Spec = PyTree | Callable[[Any], bool]
 
 
-def model_and_spec(model: Any, filter_spec: Spec | None) -> tuple[Any, Spec]:
+def model_and_spec(
+    model: Any, filter_spec: Spec | None, retraction: Any = None
+) -> tuple[Any, Spec]:
     """Return the model of a solution, or a model itself, with the leaves that are its
     parameters: by default those that were trained, or all floating-point arrays."""
     solution = model if isinstance(model, Solution) else None
+    if solution is not None and solution._has_retraction and retraction is None:
+        raise ValueError(
+            "The model was trained along a `retraction`: pass it to "
+            "`gnlin.predict.covariance`, too. The other functions of `gnlin.predict` "
+            "have none, since they add steps to the parameters."
+        )
     model = model if solution is None else solution.model
     if filter_spec is not None:
         return model, filter_spec

@@ -98,8 +98,8 @@ def covariance(
         is multiplied by $2L/(m - k)$, with L the loss, m the number of residuals of
         positive weight, and k the number of parameters that they determine. This works
         only for squared error, without a prior.
-    - `retraction`: as in [`gnlin.LevenbergMarquardt`][], for rotations and poses. Errors
-        are then those of the step from the minimum.
+    - `retraction`: that of the solver, as in [`gnlin.LevenbergMarquardt`][], for
+        rotations and poses. Errors are then those of the step from the minimum.
     - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. By default these
         are the parameters that were trained, or all parameters if a model is passed. The
         others count as known. Leave out parameters at a bound.
@@ -143,7 +143,7 @@ def covariance(
             "The model was trained with a prior in units of the noise: pass weights that "
             "are inverse variances, and leave `absolute_sigma` out."
         )
-    model, filter_spec = model_and_spec(model, filter_spec)
+    model, filter_spec = model_and_spec(model, filter_spec, retraction)
     groups, prior = as_groups(data), None
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses
@@ -178,7 +178,7 @@ def covariance(
         warnings.warn(
             f"The model is {float(distance):.2g} standard deviations from the minimum, "
             "where the covariance holds: train it further, leave parameters at a bound "
-            "out by `filter_spec`, and pass the solver's `retraction` if it had one.",
+            "out by `filter_spec`, and pass the `retraction` if the solver had one.",
             stacklevel=2,
         )
     return known
