@@ -4,6 +4,7 @@ import classical_problems
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import optimistix as optx
 import pytest
@@ -203,6 +204,17 @@ def test_infinite_bounds_have_no_effect():
     assert infinite.stats["num_steps"] == without.stats["num_steps"]
 
 
+def test_a_method_for_full_rank_is_refused(unchecked):
+    """The column of a parameter at a bound is zero."""
+    for method in (lx.QR(), lx.Normal(lx.Cholesky())):
+        with pytest.raises(ValueError, match="Jacobian of full rank: use `lineax"):
+            gnlin.GaussNewton(method=method, bounds=(0.0, None))
+    gnlin.GaussNewton(method=lx.SVD(), bounds=(0.0, None))
+    solver, x = gnlin.GaussNewton(method=lx.QR()), np.arange(3.0)
+    with pytest.raises(ValueError, match="needs a Jacobian of full rank"):
+        gnlin.curve_fit(lambda p, x: p * x, x, x, 1.0, solver, bounds=(0.0, None))
+
+
 def test_a_start_beyond_is_moved_to_the_bounds_by_optimistix():
     most = np.full(2, 0.5)
     solution = rosenbrock_between(np.full(2, -np.inf), most, np.array([3.0, 3.0]))
@@ -229,6 +241,7 @@ def test_many_bounds_in_one_program():
     run = lambda upper: rosenbrock_between(np.full(2, -np.inf), upper, np.ones(2) / 5)
     values = jax.vmap(run)(upper).value
     np.testing.assert_allclose(values[:, 0], [0.2, 0.5, 1.0], rtol=1e-6)
+    run(np.array([0.3, 0.6]))
     before = rosenbrock_between._cache_size()
     run(np.array([0.4, 0.7]))
     assert rosenbrock_between._cache_size() == before

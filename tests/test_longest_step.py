@@ -145,13 +145,13 @@ def test_a_network_is_trained_further_than_by_one_damping_a_linearisation():
         def trained(key, x):
             model = eqx.nn.MLP(1, 1, 12, 2, jnp.tanh, dtype=float, key=key)
             solver = gnlin.LevenbergMarquardt(damping=damping)
-            settings = {"max_steps": 20, "divergence": None, "history": False}
+            settings = {"max_steps": 40, "divergence": None, "history": False}
             return gnlin.solve(model, (x, jnp.sin(6 * x)), solver, **settings).loss
 
         losses = jax.jit(jax.vmap(trained, (0, None)))(keys, x)
         return float(jnp.median(losses))
 
-    assert loss_after(None) < 0.3 * loss_after(1e-3)
+    assert loss_after(None) < 1e-3 * loss_after(1e-3)
 
 
 def test_a_first_step_that_is_not_a_number_only_raises_the_damping():

@@ -163,10 +163,6 @@ def curve_fit(
     absolute_sigma |= is_likelihood(loss)
     if solver.bounds is not None:
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
-    if solver.retraction is not None and bounds is not None:
-        raise ValueError(
-            "A step by a `retraction` does not stay between `bounds`: pass only one."
-        )
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve, box = Curve(f), limits(bounds, start)

@@ -1,5 +1,6 @@
 """A fit as a least-squares problem for a solver, and its bounds."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -73,10 +74,7 @@ class FitSettings(NamedTuple):
 def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton:
     """Return the solver with these bounds, and with its tolerance as an array, so that
     looser refits run the same program."""
-    new: Any = bounds, as_scalar(solver.rtol)
-    return eqx.tree_at(
-        lambda s: (s.bounds, s.rtol), solver, new, is_leaf=lambda x: x is None
-    )
+    return dataclasses.replace(solver, bounds=bounds, rtol=as_scalar(solver.rtol))
 
 
 def flat_box(bounds: Any, y: PyTree[Array]) -> Box:

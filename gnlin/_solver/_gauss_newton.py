@@ -10,6 +10,7 @@ from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 from .._common._checks import as_scalar, check_callable, check_nonnegative
 from .._linearisation._spectrum import Filter
 from .._subproblem import check_method
+from .._subproblem._lineax import needs_full_rank
 from ..filters import PseudoInverse, Tikhonov
 from ._stepping import AbstractFilteredGaussNewton
 
@@ -64,6 +65,12 @@ class GaussNewton(AbstractFilteredGaussNewton):
                     "solver, as in `method=lineax.SVD(rcond=1e-10)`."
                 )
         check_method(self.method, damped=False)
+        if self.bounds is not None and needs_full_rank(self.method):
+            raise ValueError(
+                "The column of a parameter at a bound is zero, but `method="
+                f"{self.method!r}` needs a Jacobian of full rank: use `lineax.SVD()`, or "
+                "leave `method` out."
+            )
 
     def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
         return PseudoInverse(self.rcond)

@@ -23,6 +23,12 @@ _SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
 _DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
 
 
+def needs_full_rank(method: Any) -> bool:
+    """Whether a method is a direct solver of lineax that fails for a singular matrix."""
+    inner = method.inner_solver if isinstance(method, lx.Normal) else method
+    return isinstance(inner, _DIRECT) and inner.assume_full_rank()
+
+
 class ByLineax(AbstractMethod):
     r"""One least-squares problem, with $\sqrt\lambda I$ below $\phi$: the step minimises
     $\lVert\phi\delta + r\rVert^2 + \lVert\sqrt\lambda\,\delta +
