@@ -1130,6 +1130,23 @@ def test_second_derivatives_with_several_parameters_at_bounds():
     np.testing.assert_allclose(found, np.diag([-0.25, 0, 0]), rtol=1e-6, atol=1e-9)
 
 
+def test_many_undetermined_directions_are_a_short_warning():
+    f = lambda p, x: jnp.sum(p["a"]) * jnp.ones_like(x)
+    with pytest.warns(UserWarning, match="; or 6 other directions does not") as warned:
+        fit = gnlin.curve_fit(f, X, Y, {"a": np.ones(10)}, **QUICK)
+    assert len(str(warned[0].message)) < 500
+    assert len(fit.undetermined()) == 9
+    assert "not determined: " in str(fit)
+    assert "; 6 other directions" in str(fit)
+
+
+def test_a_covariance_that_single_precision_does_not_hold():
+    tiny = 1e-44 * (np.eye(50) + 0.5)
+    x, y, start = (jnp.asarray(v, jnp.float32) for v in (X, 1e-20 * Y, 1e-20))
+    with pytest.raises(ValueError, match="definite in float32: take other units of y"):
+        gnlin.curve_fit(lambda p, x: p * jnp.exp(-x), x, y, start, sigma=tiny)
+
+
 def _on_the_sphere(row, step):
     return (row + step) / jnp.linalg.norm(row + step)
 

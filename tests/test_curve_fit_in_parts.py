@@ -199,8 +199,8 @@ def test_a_generator_is_called_for_each_pass(passed):
     assert max(passed) <= (300 + 2**8 // 4) * 3 * 8 + 8
 
 
-def test_a_list_of_parts_and_one_sigma():
-    rows = np.array_split(np.arange(N), 3)
+def test_a_list_of_parts_one_of_them_empty_and_one_sigma():
+    rows = np.split(np.arange(N), [0, 300, 300, 600])
     parts = [(X[k], Y[k]) for k in rows]
     fit = gnlin.curve_fit(decay, parts, None, START, sigma=0.1)
     check_same(fit, gnlin.curve_fit(decay, X, Y, START, sigma=0.1))
@@ -406,7 +406,7 @@ def test_what_needs_all_data_is_refused():
     )
     fit = of(sigma=SIGMA)
     assert fit.residuals is None
-    for method in ("confidence_intervals", "runs_test", "plot"):
+    for method in ("confidence_intervals", "outliers", "runs_test", "plot"):
         with pytest.raises(ValueError, match=rf"`{method}` needs all data in memory"):
             getattr(fit, method)()
     with pytest.raises(ValueError, match="Complex values need squared error"):
@@ -427,8 +427,9 @@ def test_what_needs_all_data_is_refused():
         of(np.array([1.0, 2.0]), np.ones((2, 2)))
     with pytest.raises(ValueError, match="of one length"):
         of(X, Y[1:])
-    with pytest.raises(ValueError, match="`x` yields no parts"):
-        of([], None)
+    for given in (([], None), ([(X[:0], Y[:0])], None), (X[:0], Y[:0])):
+        with pytest.raises(ValueError, match="There is no data: `x` and `y` have no po"):
+            of(*given)
     with pytest.raises(ValueError, match="cannot be inside"):
         jax.jit(lambda y: of(X, y).chi_squared)(jnp.asarray(Y))
     with pytest.raises(ValueError, match="cannot be inside"):

@@ -702,7 +702,8 @@ def test_a_rate_in_place_of_its_logarithm():
 def test_separated_successes():
     y, loss = (X > 0.1) * 1, gnlin.losses.BinomialNLL(np.ones(40, int))
     with pytest.warns(UserWarning, match="the curve separates successes from failures"):
-        gnlin.curve_fit(line, X, y, START, loss=loss)
+        fit = gnlin.curve_fit(line, X, y, START, loss=loss)
+    assert str(fit).startswith("the curve separates successes")
 
 
 def test_a_group_of_zeros():
@@ -810,6 +811,26 @@ def test_the_upper_limit_of_a_rate_at_or_near_its_bound(seed, is_at_bound):
     assert low["area"] == 0
     np.testing.assert_allclose(high["area"], expected, rtol=1e-4)
     assert low["back"] < fit.parameters["back"] < high["back"]
+
+
+@pytest.mark.parametrize("start", [1.0, 0.01])
+def test_the_upper_limit_of_a_rate_without_counts(start):
+    """The likelihood is exp(-60 a), and steps only approach its maximum at 0."""
+    fit = gnlin.curve_fit(
+        lambda p, x: p["a"] + 0 * x,
+        np.linspace(0, 1, 60),
+        np.zeros(60),
+        {"a": start},
+        bounds={"a": (0, None)},
+        loss=gnlin.losses.PoissonNLL(log_input=False),
+    )
+    assert fit.parameters["a"] == 0
+    assert fit.at_bound["a"] == -1
+    assert np.isnan(fit.standard_errors["a"])
+    low, high = fit.confidence_intervals()
+    assert low["a"] == 0
+    limit = 0.5 * scipy.stats.chi2.ppf(0.95, 1) / 60
+    np.testing.assert_allclose(high["a"], limit, rtol=1e-5)
 
 
 class OwnCauchy(gnlin.authoring.AbstractElementwiseLoss):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # A robust loss that ignores more than this part of the points may fit the wrong ones.
 _MOST = 0.5
+# The most undetermined directions that a message describes.
+_MOST_DIRECTIONS = 3
 
 
 def reason(fit: "CurveFit") -> str:
@@ -26,6 +28,11 @@ def reason(fit: "CurveFit") -> str:
     if fit._setting.many or isinstance(fit.chi_squared, Tracer):
         return ""
     name, steps = result_name(fit.result), int(fit.num_steps)
+    if _are_separated(fit):
+        return (
+            "the curve separates successes from failures, so that the likelihood has no "
+            "maximum: set bounds, or use fewer parameters"
+        )
     if _are_unlimited(fit):
         return _without_maximum(fit)
     if _underflows(fit):
@@ -150,6 +157,14 @@ def _without_maximum(fit: "CurveFit") -> str:
     )
 
 
+def some_directions(fit: "CurveFit", separator: str) -> str:
+    """Describe some of the directions in which the parameters do not change the curve."""
+    found = fit.undetermined()
+    more = len(found) - _MOST_DIRECTIONS
+    others = [f"{more} other directions"] if more > 0 else []
+    return separator.join([*found[:_MOST_DIRECTIONS], *others])
+
+
 def complaint(fit: "CurveFit") -> str:
     """Return the warning that the user should see, or an empty string."""
     if isinstance(fit.chi_squared, Tracer):
@@ -182,12 +197,7 @@ def complaint(fit: "CurveFit") -> str:
             if flags.any()
         ]
         return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
-    if _are_separated(fit):
-        return (
-            "`gnlin.curve_fit`: the curve separates successes from failures, so that "
-            "the likelihood has no maximum: set bounds, or use fewer parameters."
-        )
-    if _are_unlimited(fit):
+    if _are_separated(fit) or _are_unlimited(fit):
         return f"`gnlin.curve_fit`: {fit.reason}."
     if (point := int(fit._end.edge)) >= 0:
         return (
@@ -225,6 +235,6 @@ def complaint(fit: "CurveFit") -> str:
         )
     return (
         "`gnlin.curve_fit`: the data do not determine all parameters: moving "
-        f"{'; or '.join(fit.undetermined())} does not change the curve. Fix one of "
+        f"{some_directions(fit, '; or ')} does not change the curve. Fix one of "
         "them, pass more points, or start elsewhere."
     )

@@ -125,7 +125,8 @@ def fitted_in_parts(
     number = of_curve or of_derivative
     point = passes.point(sums, 3 if of_curve else 4) if number else -1
     nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
-    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, nonfinite)
+    known = sums, unweighted, is_seen, nonfinite
+    end, found = _fitted(setting, minimum.y, first, *known)
     rows = minimum.rows
     return end, found | {
         "residuals": None,
@@ -207,6 +208,7 @@ class _Passes:
 def _fitted(
     setting: FitSettings,
     parameters: PyTree[Array],
+    start: PyTree[Array],
     sums: Sums,
     unweighted: Sums,
     is_seen: Array,
@@ -214,10 +216,8 @@ def _fitted(
 ) -> tuple[Fitted, dict[str, Any]]:
     here, jacobian = sums.expansion(), unweighted.expansion().jacobian
     slope = _tree.Structure.of(parameters).unravel(here.gradient)
-    totals = unweighted.totals
-    return as_fitted(
-        setting, parameters, here.loss, slope, jacobian, is_seen, totals, nonfinite
-    )
+    known = here.loss, slope, jacobian, is_seen, unweighted.totals, nonfinite
+    return as_fitted(setting, parameters, start, *known)
 
 
 def _seen(

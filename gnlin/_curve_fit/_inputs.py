@@ -348,6 +348,8 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
     if symmetric and np.all(np.isfinite(factor)):
         return factor
     must = "positive definite" if symmetric else "symmetric and finite"
+    if np.any(np.diagonal(np.asarray(sigma).reshape(m, m)) != np.diagonal(given)):
+        must += f" in {given.dtype}: take other units of y, or double precision"
     raise ValueError(f"`sigma` is a covariance and must be {must}.")
 
 

@@ -55,7 +55,7 @@ class Parts:
                 )
         firsts = list(itertools.islice(self._given(), 2))
         if not firsts:
-            raise ValueError("There is no data: `x` yields no parts.")
+            raise ValueError("There is no data: `x` and `y` have no points.")
         # The first part of a stream may be shorter than the others.
         longest = max(_num(y) for _, y, _ in firsts)
         x, y, sigma = first = firsts[0]
@@ -88,7 +88,10 @@ class Parts:
                     "`x` yields `(x, y, sigma)`: leave the argument `sigma` out."
                 )
             x, y, sigma = (*part, self._sigma)[:3]
-            yield _lengths_checked(columns_of(x), arrays_of(y), arrays_of(sigma))
+            points = columns_of(x), arrays_of(y), arrays_of(sigma)
+            _check_lengths(*points)
+            if _num(points[1]) > 0:  # A part of a filtered file may have no points.
+                yield points
 
     def __iter__(self) -> Iterator[Part]:
         seen, self.starts = 0, []
@@ -121,8 +124,8 @@ def _num(y: PyTree) -> int:
     return len(jax.tree.leaves(y)[0])
 
 
-def _lengths_checked(x: PyTree, y: PyTree, sigma: PyTree) -> tuple:
-    """Return the points after a check that all arrays have one leading axis."""
+def _check_lengths(x: PyTree, y: PyTree, sigma: PyTree) -> None:
+    """Check that all arrays have one leading axis."""
     arrays = {"x": jax.tree.leaves(x), "y": jax.tree.leaves(y)}
     arrays["sigma"] = [s for s in jax.tree.leaves(sigma) if np.ndim(s)]
     shapes = {np.shape(v) for leaves in arrays.values() for v in leaves}
@@ -136,8 +139,6 @@ def _lengths_checked(x: PyTree, y: PyTree, sigma: PyTree) -> tuple:
             "Data in parts need a leading axis over the points on every array, of one "
             f"length, but {said}."
         )
-    if 0 in {shape[0] for shape in shapes}:
-        raise ValueError("There is no data: an array has no points.")
     one_number = jax.tree.structure(sigma) == jax.tree.structure(0) and not np.ndim(sigma)
     same = jax.tree.map(np.shape, sigma) == jax.tree.map(np.shape, y)
     if sigma is not None and not one_number and not same:
@@ -146,4 +147,3 @@ def _lengths_checked(x: PyTree, y: PyTree, sigma: PyTree) -> tuple:
             f"shapes of `y`, {jax.tree.map(np.shape, y)}, but has "
             f"{jax.tree.map(np.shape, sigma)}."
         )
-    return x, y, sigma

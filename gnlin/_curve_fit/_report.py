@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._curve import rounding
+from ._ending import some_directions
 from ._likelihood import has_observed_root
 from ._parameters import name_of
 from ._runs_test import is_known
@@ -59,9 +60,8 @@ def report(fit: "CurveFit") -> str:
             f"{same} of {losses.size} starts reached the best loss, {losses[0]:.6g}; the "
             f"worst loss is {losses[-1]:.6g}",
         ]
-    undetermined = fit.undetermined()
-    if undetermined:
-        lines += ["", f"not determined: {'; '.join(undetermined)}"]
+    if undetermined := some_directions(fit, "; "):
+        lines += ["", f"not determined: {undetermined}"]
     return "\n".join(lines)
 
 

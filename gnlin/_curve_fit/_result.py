@@ -184,11 +184,10 @@ class CurveFit(eqx.Module):
                 continue
             # The parameter that moves most moves by 1, or by the size of its start.
             moves = direction / direction[most] * steps[most]
-            parts = [
-                f"{name} by {move:.3g}"
-                for name, move, size in zip(self.names, moves, sizes, strict=True)
-                if size > 1e-6 * sizes[most]
-            ]
+            moving = np.flatnonzero(sizes > 1e-6 * sizes[most])
+            shown = np.sort(moving[np.argsort(-sizes[moving], kind="stable")[:_MOST]])
+            parts = [f"{self.names[k]} by {moves[k]:.3g}" for k in shown]
+            parts += ["others by less"] * (len(moving) > len(shown))
             found.append(" and ".join(parts))
         return found
 
@@ -341,6 +340,7 @@ class CurveFit(eqx.Module):
         """Return the indices of outliers; with several data sets, rows `(set, point)`. At
         an outlier a robust loss pulls less than a third as much as squared error, and the
         residual exceeds three standard deviations of the noise."""
+        self._at_hand("outliers")
         if not isinstance(self._setting.loss, AbstractRobust):
             return np.zeros(0, int)
         pulls, sizes = np.abs(self._pulls()), np.abs(np.asarray(self.residuals))
@@ -443,6 +443,8 @@ def _sizes(values: np.ndarray) -> np.ndarray:
     return 10 ** np.floor(np.log10(np.where(is_ordinary, 1, values)))
 
 
+# The most parameters that the description of a direction names.
+_MOST = 4
 # The least residual of an outlier, in standard deviations of the noise.
 _OUTLYING = 3
 

@@ -50,6 +50,7 @@ class Fitted(NamedTuple):
 def as_fitted(
     setting: FitSettings,
     parameters: PyTree[Array],
+    start: PyTree[Array],
     loss: Scalar,
     slope: PyTree[Array],
     jacobian: Float[Array, "n k"],
@@ -61,6 +62,7 @@ def as_fitted(
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a run, and the statistics by their names in `CurveFit`.
 
+    - `start`: the parameters before the first step.
     - `slope`: the derivative of the loss by each parameter.
     - `jacobian`: the Jacobian of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
@@ -69,7 +71,12 @@ def as_fitted(
         Jacobians are then with respect to these steps.
     """
     y, pull = ravel_pytree(parameters)[0], ravel_pytree(slope)[0]
+    unravel = _tree.Structure.of(parameters).unravel
     box = flat_box(setting.solver.bounds, parameters)
+    if setting.solver.bounds is not None:
+        curvature = _tree.column_norms(jacobian) ** 2
+        y = box.reached(y, ravel_pytree(start)[0], pull, curvature)
+        parameters = unravel(y)
     held = box.blocked(y, pull)
     # A curve that is not finite may have a finite Jacobian, but the fit has no errors.
     jacobian = jnp.where(jnp.isfinite(totals.chi_squared), jacobian, jnp.nan)
@@ -109,7 +116,6 @@ def as_fitted(
     outer = errors[:, None] * errors[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
-    unravel = _tree.Structure.of(parameters).unravel
     zeros = _tree.zeros_like(setting.fixed)
     in_structure = lambda values: eqx.combine(unravel(values), zeros)
     return end, {

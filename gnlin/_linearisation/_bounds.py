@@ -48,6 +48,30 @@ class Box(eqx.Module):
 
         return jax.tree.map(each, y, self.lower, self.upper, step)
 
+    def reached(
+        self,
+        y: PyTree[Array],
+        start: PyTree[Array],
+        slope: PyTree[Array],
+        curvature: PyTree[Array],
+    ) -> PyTree[Array]:
+        """Return y with exact values at bounds that descent approaches without end: those
+        nearer than the rounding of the way from the start, and at most two steps of
+        Newton's method in this parameter alone away."""
+
+        def each(x, low, high, first, g, c):
+            eps = jnp.finfo(x.dtype).eps
+
+            def is_next(bound, pull):
+                room = jnp.abs(x - bound)
+                is_near = jnp.isfinite(bound) & (room <= eps * jnp.abs(first - bound))
+                return is_near & (pull > 0) & (2 * pull >= c * room)
+
+            at_low, at_high = is_next(low, g), is_next(high, -g)
+            return jnp.where(at_low, low, jnp.where(at_high, high, x))
+
+        return jax.tree.map(each, y, self.lower, self.upper, start, slope, curvature)
+
     def blocked(self, y: PyTree[Array], slope: PyTree[Array]) -> PyTree[Array]:
         """Return which parameters are at a bound that descent along `-slope` would cross,
         or have equal bounds."""
