@@ -175,6 +175,18 @@ def test_errors_along_a_retraction():
         covariance(solution, group)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_small_part_of_what_is_not_determined(dtype):
+    """The sum of two numbers was measured, and nothing else. So the variance of the sum
+    plus a ten-thousandth of one of them is infinite; that of the sum is not."""
+    seen = jnp.asarray(3 + 0.1 * NOISE[0, :20], dtype)
+    group = gnlin.Residuals(lambda p, d: (jnp.sum(p) - d) / dtype(0.1), seen)
+    half = jnp.mean(seen) / 2
+    known = covariance(jnp.stack([half, half]), group)
+    np.testing.assert_allclose(known.derived(jnp.sum)[1], 0.1 / 20**0.5, rtol=1e-4)
+    assert np.isinf(known.derived(lambda p: jnp.sum(p) + 1e-4 * p[0])[1])
+
+
 def test_an_exact_fit_and_one_without_degrees_of_freedom():
     line = lambda p, x: p["a"] + p["b"] * x
     for x, error in ((X, 0.0), (X[:2], np.inf)):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # A robust loss that ignores more than this part of the points may fit the wrong ones.
 _MOST = 0.5
+_OVERFLOW = "squares of the residuals overflow: start closer, or take larger units of y"
 # The most undetermined directions that a message describes.
 _MOST_DIRECTIONS = 3
 
@@ -62,7 +63,9 @@ def reason(fit: "CurveFit") -> str:
                 f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or "
                 "set bounds"
             )
-        return "the residuals' squares overflow: start closer, or take larger units of y"
+        return _OVERFLOW
+    if name == "nonfinite" and float(fit._end.loss) > np.finfo(np.float64).max ** 0.5:
+        return _OVERFLOW
     if name == "stagnation" and fit._setting.curve.has_loops:
         return (
             "it stands still: the steps are small and the gradient is not. `f` has "
