@@ -86,7 +86,7 @@ class PseudoInverse(AbstractFilter):
         ```
     """
 
-    rcond: ScalarLike | None = None
+    rcond: ScalarLike | None = eqx.field(default=None, converter=as_scalar)
 
     def __check_init__(self):
         if self.rcond is not None:
@@ -199,7 +199,7 @@ class _AbstractMomentum(AbstractFilter):
 
     period: ScalarLike
     learning_rate: ScalarLike = eqx.field(converter=as_scalar)
-    momentum: ScalarLike
+    momentum: ScalarLike = eqx.field(converter=as_scalar)
 
     def __check_init__(self):
         check_period("period", self.period)

@@ -17,7 +17,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Scalar, ScalarLike
 
 from ._common import _tree
-from ._common._checks import as_key, check_count, check_finite_positive
+from ._common._checks import as_key, as_scalar, check_count, check_finite_positive
 from ._common._tree import matmul, ravel_pytree
 from ._jacobian import AbstractJacobian
 from ._linear_algebra import _lanczos, _nystrom
@@ -74,7 +74,8 @@ class Eigenpairs(eqx.Module):
             return self._vectors.T
         push = lambda v: self._lin.jacobian.push_forward(self._on_parameters(v))
         pushed = jax.lax.map(push, self._vectors)
-        return (self._inverse_roots()[:, None] * pushed.astype(self._vectors.dtype)).T
+        roots = jnp.sqrt(self.eigenvalues)[:, None]
+        return _tree.quotient(pushed.astype(roots.dtype), roots).T
 
     def on_parameters(self) -> PyTree[Array]:
         r"""Return the eigenvectors of the curvature, in the parameters' structure with a
@@ -82,9 +83,8 @@ class Eigenpairs(eqx.Module):
         $\phi^\top u/\sqrt w$, which takes a transposed pass each, and zero if w is."""
         if not _outputs_are_fewer(self._lin.jacobian):
             return jax.vmap(self._on_parameters)(self._vectors)
-        pull_back = self._lin.jacobian.pull_back
-        scaled = self._inverse_roots()[:, None] * self._vectors
-        return jax.lax.map(pull_back, scaled)
+        scaled = _tree.quotient(self._vectors, jnp.sqrt(self.eigenvalues)[:, None])
+        return jax.lax.map(self._lin.jacobian.pull_back, scaled)
 
     def spectrum(self, residual: PyTree[Array] | None = None) -> Spectrum:
         """Return the pairs as a [`gnlin.Spectrum`][], whose steps stay within these k
@@ -106,15 +106,10 @@ class Eigenpairs(eqx.Module):
         flat = jacobian.codomain.ravel(residual)
         return Spectrum(self.eigenvalues, flat, project, lift)
 
-    def _inverse_roots(self) -> Float[Array, " k"]:
-        w = self.eigenvalues
-        return jnp.where(w == 0, 0, 1 / jnp.sqrt(jnp.where(w == 0, 1, w)))
-
     def _on_parameters(self, v: Float[Array, " p"]) -> PyTree[Array]:
         return self._lin.jacobian.domain.unravel(v)
 
 
-@eqx.filter_jit
 def leading(
     lin: Linearisation,
     k: int,
@@ -162,6 +157,13 @@ def leading(
         problems*, SIAM J. Matrix Anal. Appl. 22 (2000).
     """
     check_finite_positive("tolerance", tolerance)
+    return _leading(lin, k, as_scalar(tolerance), max_products)
+
+
+@eqx.filter_jit
+def _leading(
+    lin: Linearisation, k: int, tolerance: ScalarLike, max_products: int | None
+) -> Eigenpairs:
     product, n, dtype = _smaller_side(lin)
     check_count("k", k)
     if k > n:
@@ -181,19 +183,12 @@ def leading(
     if max_products is None:
         max_products = _MOST * capacity
     check_count("max_products", max_products)
-    key = jax.random.key(0)
+    key, tolerance = jax.random.key(0), jnp.asarray(tolerance, dtype)
     start = jax.random.normal(key, (n,), dtype)
     found = _lanczos.leading(
         product, start, k, capacity, tolerance, max_products, jax.random.fold_in(key, 1)
     )
-    return Eigenpairs(
-        found.eigenvalues,
-        found.residuals,
-        found.num_products,
-        found.converged,
-        found.vectors,
-        lin,
-    )
+    return Eigenpairs(*found, lin)
 
 
 class Estimate(NamedTuple):
@@ -235,7 +230,7 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
         standard error: E. N. Epperly and J. A. Tropp, *Efficient error and variance
         estimation for randomized matrix computations*, SIAM J. Sci. Comput. 46 (2024).
     """
-    _check_several("num_probes", num_probes)
+    _check_several(num_probes)
     key = as_key(key)
     product, n, dtype = _smaller_side(lin)
     if num_probes >= n:
@@ -244,7 +239,6 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
     return Estimate(*_nystrom.trace(product, n, num_probes, key, dtype))
 
 
-@eqx.filter_jit
 def log_determinant(
     lin: Linearisation,
     damping: ScalarLike,
@@ -274,12 +268,9 @@ def log_determinant(
         S. Ubaru, J. Chen and Y. Saad, *Fast estimation of tr(f(A)) via stochastic Lanczos
         quadrature*, SIAM J. Matrix Anal. Appl. 38 (2017).
     """
-    each = _quadratures(lin, jnp.log, damping, key, num_probes, num_steps)
-    m, p = lin.shape
-    return _mean(each + max(m - p, 0) * jnp.log(jnp.asarray(damping, each.dtype)))
+    return _summed(lin, _log, damping, key, num_probes, num_steps)
 
 
-@eqx.filter_jit
 def effective_dimension(
     lin: Linearisation,
     damping: ScalarLike,
@@ -293,36 +284,56 @@ def effective_dimension(
     [`gnlin.spectra.log_determinant`][]. [`gnlin.Spectrum.effective_dimension`][] computes
     it from all eigenvalues.
     """
-    left = lambda damped: 1 - jnp.asarray(damping, damped.dtype) / damped
-    return _mean(_quadratures(lin, left, damping, key, num_probes, num_steps))
+    return _summed(lin, _part_left_free, damping, key, num_probes, num_steps)
 
 
-def _quadratures(
+def _log(damped: Array, damping: Scalar) -> Array:
+    return jnp.log(damped)
+
+
+def _part_left_free(damped: Array, damping: Scalar) -> Array:
+    return 1 - damping / damped
+
+
+def _summed(
     lin: Linearisation,
-    of_damped: Callable[[Float[Array, " s"]], Float[Array, " s"]],
+    fn: Callable[[Array, Scalar], Array],
     damping: ScalarLike,
     key: Key[Array, ""],
     num_probes: int,
     num_steps: int,
-) -> Float[Array, " probes"]:
-    """Estimate the sum of a function over all damped eigenvalues, from each probe."""
+) -> Estimate:
+    """Estimate the sum of a function of the damped eigenvalues of the kernel, and of the
+    damping. Another damping runs the same program."""
     check_finite_positive("damping", damping)
-    _check_several("num_probes", num_probes)
+    _check_several(num_probes)
     check_count("num_steps", num_steps)
+    return _estimate(lin, fn, as_scalar(damping), as_key(key), num_probes, num_steps)
+
+
+@eqx.filter_jit
+def _estimate(
+    lin: Linearisation,
+    fn: Callable[[Array, Scalar], Array],
+    damping: ScalarLike,
+    key: Key[Array, ""],
+    num_probes: int,
+    num_steps: int,
+) -> Estimate:
     product, n, dtype = _smaller_side(lin)
+    damping = jnp.asarray(damping, dtype)
 
     def of_probe(key: Key[Array, ""]) -> Scalar:
         of_signs, of_steps = jax.random.split(key)
         signs = jax.random.rademacher(of_signs, (n,), dtype)
         steps = min(num_steps, n)
         nodes, weights = _lanczos.quadrature(product, signs, steps, of_steps)
-        return jnp.sum(weights * of_damped(nodes + jnp.asarray(damping, dtype)))
+        return jnp.sum(weights * fn(nodes + damping, damping))
 
-    return jax.lax.map(of_probe, jax.random.split(as_key(key), num_probes))
-
-
-def _mean(each: Float[Array, " probes"]) -> Estimate:
-    return Estimate(jnp.mean(each), jnp.std(each, ddof=1) / each.size**0.5)
+    each = jax.lax.map(of_probe, jax.random.split(key, num_probes))
+    of_zeros = (lin.shape[0] - n) * fn(damping, damping)
+    error = jnp.std(each, ddof=1) / num_probes**0.5
+    return Estimate(jnp.mean(each) + of_zeros, error)
 
 
 def _smaller_side(lin: Linearisation) -> tuple[_lanczos.Product, int, jnp.dtype]:
@@ -363,9 +374,10 @@ def _project_parameters(jacobian, vectors, s, residual):
     return _tree.quotient(along, s)
 
 
-def _check_several(name: str, number: int) -> None:
-    check_count(name, number)
-    if number < 2:
+def _check_several(num_probes: int) -> None:
+    check_count("num_probes", num_probes)
+    if num_probes < 2:
         raise ValueError(
-            f"`{name}` must be at least 2 for a standard error, but {number} was given."
+            "`num_probes` must be at least 2 for a standard error, but "
+            f"{num_probes} was given."
         )

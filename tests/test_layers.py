@@ -11,7 +11,7 @@ from problems import damped_step, drawn, each_pair, numbers
 
 import gnlin
 from gnlin._common import _tree
-from gnlin._jacobian import _layer, _program, _rows, Layer, Rows
+from gnlin._jacobian import _block, _layer, _program, Layer, Rows
 
 
 def normal(*shape, dtype=float, seed=1):
@@ -163,8 +163,8 @@ def test_columns_whose_factors_squares_are_out_of_range(size):
 
 @pytest.mark.parametrize("num_columns", [8, 9, 11, 12, 17])
 def test_long_rows_are_summed_over_slices(num_columns, monkeypatch):
-    monkeypatch.setattr(_rows, "_LONG", 9)
-    monkeypatch.setattr(_rows, "_SLICE", 4)
+    monkeypatch.setattr(_block, "_LONG", 9)
+    monkeypatch.setattr(_block, "_SLICE", 4)
     rows = np.random.default_rng(0).normal(size=(3, num_columns))
     block = Rows(jnp.asarray(rows))
     gram = block.gram_with(block)

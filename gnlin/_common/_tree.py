@@ -229,10 +229,15 @@ def total(tree: PyTree[Array], dtype: jnp.dtype) -> Scalar:
 def norm(a: PyTree[Array]) -> Scalar:
     """Return the Euclidean norm, without overflow of squares in single precision."""
     if dtype(a) == jnp.float64:
-        return jnp.sqrt(dot(a, a))
+        return root(dot(a, a))
     largest = fixed(unit(a))  # on which the norm does not depend
     scaled = [x / largest.astype(x.dtype) for x in joined(a)]
-    return (largest * jnp.sqrt(dot(scaled, scaled))).astype(dtype(a))
+    return (largest * root(dot(scaled, scaled))).astype(dtype(a))
+
+
+def root(x: Array) -> Array:
+    """Return the square root, with the derivative zero at zero."""
+    return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), x)
 
 
 def column_norms(matrix: Float[Array, "m k"]) -> Float[Array, " k"]:
@@ -287,20 +292,6 @@ def divided(x: PyTree[Array], norm: Scalar) -> PyTree[Array]:
         return (wide / by).astype(a.dtype)
 
     return jax.tree.map(each, x)
-
-
-@jax.custom_jvp
-def direction(x: PyTree[Array], norm: Scalar) -> PyTree[Array]:
-    """Return `x` divided by its norm, or zero if `x` is zero; derivatives are finite
-    there, too."""
-    return divided(x, norm)
-
-
-@direction.defjvp
-def _direction_jvp(primals, tangents):
-    (x, norm), (change, _) = primals, tangents
-    unit = divided(x, norm)
-    return unit, divided(axpy(-dot(unit, change), unit, change), norm)
 
 
 def _cast(s: ScalarLike, dtype: jnp.dtype) -> ScalarLike:

@@ -18,7 +18,6 @@ from .._common._tree import Structure
 from .._jacobian import AtHand, Rows
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
-from .._linearisation._quadratic import Quadratic
 from .._solver import LevenbergMarquardt, print_row, State
 from .._solver._trials import Proposal, TrialOutcome, Trials
 from ..damping import LongestStep, TrustRegion
@@ -88,17 +87,14 @@ class HalfSquares(AbstractObjective):
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return outputs | {"rest": jnp.ones_like(outputs["rest"])}
 
-    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        return lambda v: v | {"rest": jnp.zeros_like(v["rest"])}
-
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        return self.root(outputs)
+        return lambda v: v | {"rest": jnp.zeros_like(v["rest"])}
 
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return jnp.sqrt(2 * jnp.abs(self.value(outputs)))
 
-    def expand(self, lin: Linearisation) -> Quadratic:
-        return Quadratic(lin.jacobian, self.root(lin.outputs)(lin.outputs))
+    def whitened(self, outputs: PyTree[Array]) -> tuple[None, PyTree, None]:
+        return None, outputs | {"rest": jnp.zeros_like(outputs["rest"])}, None
 
 
 class Minimum(NamedTuple):

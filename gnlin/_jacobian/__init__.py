@@ -8,7 +8,11 @@ from ._base import (
     multiplied as multiplied,
     plain_operator as plain_operator,
 )
-from ._block import AbstractBlock as AbstractBlock
+from ._block import (
+    AbstractBlock as AbstractBlock,
+    Rows as Rows,
+    StackedBlock as StackedBlock,
+)
 from ._by_passes import ByPasses as ByPasses
 from ._change_of_variables import Retracted as Retracted, ScaledColumns as ScaledColumns
 from ._coloured import Sparsity as Sparsity
@@ -26,7 +30,6 @@ from ._gathered import (
 )
 from ._layer import Layer as Layer
 from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
-from ._rows import Rows as Rows
 from ._stacked import (
     AtOnce as AtOnce,
     itself as itself,
@@ -34,4 +37,3 @@ from ._stacked import (
     Stacked as Stacked,
     WithPrior as WithPrior,
 )
-from ._stacked_block import StackedBlock as StackedBlock

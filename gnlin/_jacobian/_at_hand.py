@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
-from .._common._sharding import by_columns, is_sharded
-from .._common._tree import matmul, ravel_pytree, Structure, summed
+from .._common._tree import ravel_pytree, Structure, summed
 from ._base import AbstractJacobian, gram_of, multiplied
-from ._block import AbstractBlock
+from ._block import AbstractBlock, Rows
 from ._cost import Cost
-from ._rows import Rows
 
 
 # Largest size, in bytes, at which a Jacobian is always treated as one matrix.
@@ -76,14 +74,9 @@ class AtHand(AbstractJacobian):
         return self._blocks if wanted is None else [self._blocks[k] for k in wanted]
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
-        if other is not self or not is_sharded():
-            if not other.fits():
-                return super().gram_with(other)
-            return gram_of(self._blocks, other.blocks())
-        # Sum over leaves on each device first, so that devices communicate only once.
-        rows = [block.rows() for block in self._blocks]
-        parts = [by_columns(x.reshape(x.shape[0], -1)) for x in rows if x.size > 0]
-        return jnp.sum(summed(matmul(x, x.swapaxes(1, 2)) for x in parts), axis=0)
+        if not other.fits():
+            return super().gram_with(other)
+        return gram_of(self._blocks, other.blocks())
 
     def at_hand(self) -> "AtHand":
         return self

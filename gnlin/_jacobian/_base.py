@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
 from .._common._passes import Passes
-from .._common._tree import gram_of_columns, ravel_pytree, Structure
+from .._common._sharding import by_columns, is_sharded
+from .._common._tree import gram_of_columns, matmul, ravel_pytree, Structure
 from ._block import AbstractBlock
 from ._cost import Cost, Reads
 
@@ -307,8 +308,14 @@ def gram_of(
     blocks: Sequence[AbstractBlock], others: Sequence[AbstractBlock]
 ) -> Float[Array, "m k"]:
     """Return the matrix of inner products between rows, each given as blocks."""
-    pairs = zip(blocks, others, strict=True)
-    return _tree.summed(a.gram_with(b) for a, b in pairs)
+    if others is not blocks or not is_sharded():
+        pairs = zip(blocks, others, strict=True)
+        return _tree.summed(a.gram_with(b) for a, b in pairs)
+    # Sum over leaves on each device first, so that devices communicate only once.
+    rows = [block.rows() for block in blocks]
+    parts = [by_columns(x.reshape(x.shape[0], -1)) for x in rows if x.size > 0]
+    products = _tree.summed(matmul(x, x.swapaxes(1, 2)) for x in parts)
+    return jnp.sum(products, axis=0)
 
 
 def grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:

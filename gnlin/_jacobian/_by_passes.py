@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from .._common import _tree
 from .._common._convolutions import channels_last
@@ -16,10 +16,9 @@ from .._common._passes import Passes
 from .._common._tree import on_one_cpu, Structure
 from ._at_hand import AtHand
 from ._base import AbstractJacobian, multiplied
-from ._block import AbstractBlock
+from ._block import AbstractBlock, Rows
 from ._cost import Cost
 from ._directions import Direction
-from ._rows import Rows
 
 
 # On a CPU, columns of at least this length are made one after the other. XLA would copy
@@ -60,12 +59,6 @@ class ByPasses(AbstractJacobian):
             rows = self.chunked(self.pull_back, basis)
             blocks = [Rows(x) for x in jax.tree.leaves(rows)]
         return blocks if wanted is None else [blocks[k] for k in wanted]
-
-    def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
-        if other is self and self.fits():
-            here = self.at_hand()
-            return here.gram_with(here)
-        return super().gram_with(other)
 
     def summed(self, of_blocks, part_bytes):
         if self.fits() or self.jac == "fwd":

@@ -13,11 +13,9 @@ from .._common._passes import Passes
 from .._common._tree import einsum
 from ._at_hand import AtHand
 from ._base import AbstractJacobian
-from ._block import AbstractBlock
+from ._block import AbstractBlock, Rows, StackedBlock
 from ._cost import Cost, Reads
 from ._gathered import Gathered
-from ._rows import Rows
-from ._stacked_block import StackedBlock
 
 
 # An entry of a product counts as rounding below this many eps of its terms' sizes.
@@ -74,12 +72,6 @@ class ChangeOfVariables(AbstractJacobian):
             return of_blocks(list(map(self.block, blocks, range(len(blocks)))))
 
         return self.inner.summed(of_inner, part_bytes)
-
-    def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
-        if other is self and self.fits():
-            here = AtHand.of(self, self.blocks())
-            return here.gram_with(here)
-        return super().gram_with(other)
 
     def in_turn(self, array: Array) -> tuple["ChangeOfVariables", Array]:
         inner, array = self.inner.in_turn(array)

@@ -1,5 +1,6 @@
 """Jacobians in which each example reads only a few of the parameters."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from ._block import AbstractBlock
 from ._by_passes import is_by_forward
 from ._cost import Cost, Reads
 from ._directions import Direction
-from ._rows import Rows
 
 
 class Selected(eqx.Module):
@@ -71,19 +71,6 @@ class Gathered(AbstractBlock):
         example, output = jnp.arange(n)[:, None, None], jnp.arange(c)[None, :, None]
         full = zeros.at[example, output, self.index[:, None]].add(self.values)
         return full.reshape(-1, *self.shape)
-
-    def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
-        return Rows(self.rows()).gram_with(other)
-
-    def merged(self, num_outputs: int) -> Rows:
-        return Rows(self.rows()).merged(num_outputs)
-
-    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> Rows:
-        return Rows(self.rows()).of_output(k, num_outputs)
-
-    def squared_rows(self) -> Float[Array, " m"]:
-        # Dense rows, because an entry that is read twice is the sum of both values.
-        return Rows(self.rows()).squared_rows()
 
     def squared_columns(self) -> Float[Array, "..."]:
         values, _ = self.distinct()
@@ -187,6 +174,9 @@ class Sparse(AtHand):
             blocks.append(Gathered(values[0], reads, leaf.shape))
         passes = Passes(jvps=of_one.size) if forward else Passes(vjps=num_outputs)
         return Sparse(Structure.of(y), outputs, memory_budget, blocks, passes)
+
+    def at_hand(self) -> "Sparse":
+        return dataclasses.replace(self, num_passes=Passes())
 
     def cost(self) -> Cost:
         passes = self.num_passes

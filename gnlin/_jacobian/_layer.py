@@ -24,9 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from .._common import _tree
 from .._common._tree import einsum, gram, matmul, promoted, tensordot
-from ._block import AbstractBlock
-from ._rows import Rows
-from ._stacked_block import StackedBlock
+from ._block import AbstractBlock, StackedBlock
 
 
 # Cost of an elementwise multiplication relative to one in a matrix product. Measured: 75
@@ -132,7 +130,7 @@ class Layer(AbstractBlock):
         if isinstance(other, StackedBlock):
             return other.gram_with(self).T
         if not (isinstance(other, Layer) and other.axes == self.axes):
-            return Rows(self.rows()).gram_with(other)
+            return super().gram_with(other)
         n, c, o, t = self.signals.shape
         k, e, _, u = other.signals.shape
         if t == u == 1:
@@ -220,9 +218,6 @@ class Layer(AbstractBlock):
         signals = jax.vmap(transform, 1, 1)(self.signals.reshape(n * c, o * t))
         signals = signals.astype(self.signals.dtype).reshape(n, -1, o, t)
         return Layer(signals, self.activations, self.shape, self.axes)
-
-    def scaled(self, scale: Float[Array, "..."]) -> Rows:
-        return Rows(self.rows()).scaled(scale)
 
     def _as_weights(self, matrix: Array) -> Array:
         sizes = [self.shape[axis] for axis in self.axes]

@@ -21,11 +21,10 @@ from .._common._tree import ravel_pytree, Structure
 from . import _program
 from ._at_hand import AtHand
 from ._base import AbstractJacobian, Of
-from ._block import AbstractBlock
+from ._block import AbstractBlock, Rows
 from ._by_passes import ByPasses, is_by_forward
 from ._cost import Cost
 from ._layer import Layer
-from ._rows import Rows
 
 
 class PerExample(eqx.Module):

@@ -12,11 +12,10 @@ from jaxtyping import Array, PyTree
 from .._common._passes import Passes
 from .._common._tree import Structure
 from ._base import AbstractJacobian, Of
-from ._block import AbstractBlock
+from ._block import AbstractBlock, StackedBlock
 from ._coloured import Sparsity
 from ._cost import Cost, Reads
 from ._of_examples import PerExample
-from ._stacked_block import StackedBlock
 
 
 class AtOnce(eqx.Module):

@@ -7,6 +7,7 @@ projected matrix. Restarts and random new vectors therefore need no formulas of 
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -160,14 +161,14 @@ def _unless_rounding(eigenvalues: Float[Array, " k"]) -> Float[Array, " k"]:
     return jnp.where(known | jnp.isnan(eigenvalues), eigenvalues, 0)
 
 
-class Leading(eqx.Module):
-    """The largest eigenvalues, their eigenvectors in rows, and their residual norms."""
+class Leading(NamedTuple):
+    """The largest eigenvalues, their residual norms, and their eigenvectors in rows."""
 
     eigenvalues: Float[Array, " k"]
-    vectors: Float[Array, "k n"]
     residuals: Float[Array, " k"]
     num_products: Int[Array, ""]
     converged: Bool[Array, ""]
+    vectors: Float[Array, "k n"]
 
 
 class _State(eqx.Module):
@@ -268,10 +269,10 @@ def leading(
     state = forwards_only(state)
     return Leading(
         _unless_rounding(state.values[:k]),
-        matmul(state.rotation[:, :k].T, state.basis.vectors),
         state.residuals[:k],
         state.num_products,
         state.converged,
+        matmul(state.rotation[:, :k].T, state.basis.vectors),
     )
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._checks import nan_unless, nonnegative
 from .._common._tree import Structure
+from .._jacobian import multiplied
 from ..losses import AbstractElementwiseLoss, AbstractLoss
 from ..losses._base import as_outputs, Reduction
 from ..losses._factors import AbstractFactor, IdentityFactor
@@ -61,8 +62,14 @@ class AbstractObjective(eqx.Module):
         """Return the derivative with respect to the outputs."""
 
     @abc.abstractmethod
+    def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
+        """Return the factor R of the Hessian R^T R, or `None` for the identity; the
+        whitened residual; and the gradient outside the Hessian's range, or `None`."""
+
     def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        """Return products with R, where the Hessian in the outputs is R^T R."""
+        """Return products with R."""
+        factors, *_ = self.whitened(outputs)
+        return lambda v: multiplied(factors, v)
 
     @abc.abstractmethod
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
@@ -81,9 +88,19 @@ class AbstractObjective(eqx.Module):
         (L. Kish, *Survey sampling*, 1965)."""
         raise NotImplementedError
 
-    @abc.abstractmethod
     def expand(self, lin: Linearisation) -> Quadratic:
         """Return the second-order expansion in the outputs at a linearisation."""
+        factors, residual, rest = self.whitened(lin.outputs)
+        jacobian = lin.jacobian
+        if factors is not None:
+            jacobian = jacobian.transformed(factors, Structure.of(residual))
+        if rest is None:
+            return Quadratic(jacobian, residual)
+        slope = lin.vjp(self.gradient(lin.outputs))
+        zero = lambda: _tree.zeros_like(lin.point)
+        # Usually the rest is zero, and the pass is skipped.
+        rest = jax.lax.cond(_tree.any_nonzero(rest), lambda: lin.vjp(rest), zero)
+        return Quadratic(jacobian, residual, rest, slope)
 
 
 class SumOfSquares(AbstractObjective):
@@ -106,17 +123,14 @@ class SumOfSquares(AbstractObjective):
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return outputs
 
-    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        return lambda v: v
-
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         return lambda v: v
 
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return outputs
 
-    def expand(self, lin: Linearisation) -> Quadratic:
-        return Quadratic(lin.jacobian, lin.outputs)
+    def whitened(self, outputs: PyTree[Array]) -> tuple[None, PyTree, None]:
+        return None, outputs, None
 
 
 class BatchLoss(AbstractObjective):
@@ -208,12 +222,6 @@ class BatchLoss(AbstractObjective):
         each = jax.vmap(self.loss.gradient)(outputs, self.targets)
         return each if self.weights is None else _by_example(self.weights, each)
 
-    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        factors = jax.vmap(self.loss.factor)(outputs, self.targets)
-        if self.curvature_weights is not None:
-            factors = _Weighted(factors, jnp.sqrt(self.curvature_weights))
-        return lambda v: jax.vmap(lambda r, x: r.mv(x))(factors, v)
-
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         factors = jax.vmap(self.loss.factor)(outputs, self.targets)
 
@@ -231,13 +239,7 @@ class BatchLoss(AbstractObjective):
         each = jax.vmap(self.loss.plain)(outputs, self.targets)
         return each if self.weights is None else _by_example(jnp.sqrt(self.weights), each)
 
-    def expand(self, lin: Linearisation) -> Quadratic:
-        return _expanded(self, lin, *self.whitened(lin.outputs))
-
     def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
-        """Return the factor R of the Hessian (`None` for the identity), the whitened
-        residual, and the part of the gradient outside the Hessian's range."""
-
         def whiten(outputs, target):
             factor = self.loss.factor(outputs, target)
             if not isinstance(factor, AbstractFactor):
@@ -249,7 +251,8 @@ class BatchLoss(AbstractObjective):
             return factor, *factor.whiten(self.loss.gradient(outputs, target))
 
         factors, residual, rest = jax.vmap(whiten)(outputs, self.targets)
-        if self.weights is not None and self.curvature_weights is not None:
+        if self.weights is not None:
+            assert self.curvature_weights is not None  # both or none
             roots = jnp.sqrt(self.curvature_weights)
             factors = _Weighted(factors, roots)
             safe = jnp.where(roots > 0, roots, 1)
@@ -258,25 +261,6 @@ class BatchLoss(AbstractObjective):
         if isinstance(factors, IdentityFactor):
             factors = None
         return factors, residual, rest
-
-
-def _expanded(
-    objective: AbstractObjective,
-    lin: Linearisation,
-    factors: Any,
-    residual: PyTree[Array],
-    rest: PyTree | None,
-) -> Quadratic:
-    jacobian = lin.jacobian
-    if factors is not None:
-        jacobian = jacobian.transformed(factors, Structure.of(residual))
-    if rest is None:
-        return Quadratic(jacobian, residual)
-    slope = lin.vjp(objective.gradient(lin.outputs))
-    zero = lambda: _tree.zeros_like(lin.point)
-    # Usually the rest is zero, and the pass is skipped.
-    rest = jax.lax.cond(_tree.any_nonzero(rest), lambda: lin.vjp(rest), zero)
-    return Quadratic(jacobian, residual, rest, slope)
 
 
 class GroupLosses(eqx.Module):
@@ -347,10 +331,6 @@ class GroupLoss(AbstractObjective):
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return {name: part.gradient(outputs[name]) for name, part in self.parts.items()}
 
-    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        roots = {name: part.root(outputs[name]) for name, part in self.parts.items()}
-        return lambda v: {name: root(v[name]) for name, root in roots.items()}
-
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         parts = self.parts.items()
         products = {name: part.curvature(outputs[name]) for name, part in parts}
@@ -362,15 +342,14 @@ class GroupLoss(AbstractObjective):
     def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return {name: part.plain(outputs[name]) for name, part in self.parts.items()}
 
-    def expand(self, lin: Linearisation) -> Quadratic:
+    def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
         factors, residual, rest = {}, {}, {}
         for name, part in self.parts.items():
-            factors[name], residual[name], rest[name] = part.whitened(lin.outputs[name])
+            factors[name], residual[name], rest[name] = part.whitened(outputs[name])
         none_left = all(x is None for x in rest.values())
-        rest = {k: _or_zeros(x, lin.outputs[k]) for k, x in rest.items()}
+        rest = {k: _or_zeros(x, outputs[k]) for k, x in rest.items()}
         identity = all(x is None for x in factors.values())
-        factors, rest = None if identity else factors, None if none_left else rest
-        return _expanded(self, lin, factors, residual, rest)
+        return None if identity else factors, residual, None if none_left else rest
 
 
 def objective_of(

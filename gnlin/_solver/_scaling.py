@@ -48,18 +48,12 @@ def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
     return _tree.zeros_like(y) if scaling == "more" else None
 
 
-def _root(x: Array) -> Array:
-    """Return the square root, with the derivative zero at zero, such as of a column that
-    a retraction does not use."""
-    return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), x)
-
-
 def _roots(norms: PyTree[Array]) -> PyTree[Array]:
     """Return the square roots of the norms relative to the largest, with a limit."""
 
     def each(norm):
         part = norm / largest.astype(norm.dtype)
-        return jnp.minimum(_root(part), _MAX_ROOT * part)
+        return jnp.minimum(_tree.root(part), _MAX_ROOT * part)
 
     largest = _tree.unit(norms)
     return jax.tree.map(each, norms)
@@ -95,7 +89,7 @@ class Measured(NamedTuple):
                 "`memory_budget`."
             )
         problem = problem.at_hand()
-        norms = jax.tree.map(_root, problem.jacobian.squared_columns())
+        norms = jax.tree.map(_tree.root, problem.jacobian.squared_columns())
         match scaling:
             case "root":
                 scale = _roots(norms)

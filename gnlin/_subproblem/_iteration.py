@@ -90,31 +90,24 @@ class AbstractIteration(AbstractMethod):
     def limit(self, filter: Descent | GradientFlow, damping: ScalarLike) -> Answer:
         """Return the point that infinitely many steps converge to."""
 
-    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        """Take literal steps, each of one product."""
+    def along(self, filter: Descent | GradientFlow, damping: ScalarLike) -> Answer:
+        """Take literal steps, each of one product, or follow the gradient flow."""
         problem = self.in_space()
 
-        def literally(period):
-            end = descend(problem, filter, period, damping)
-            step = problem.space.parameters(end.z)
-            passes = problem.space.a_step() * (end.num_steps - 1)
-            return Answer(step, period, passes, result=self.verdict(end.diverged))
+        def finitely(length):
+            if isinstance(filter, GradientFlow):
+                end = flow(problem, length, damping)
+                number = taken = end.num_products
+                diverged = ~end.met
+            else:
+                end = descend(problem, filter, length, damping)
+                number, taken, diverged = length, end.num_steps - 1, end.diverged
+            step, passes = problem.space.parameters(end.z), problem.space.a_step() * taken
+            return Answer(step, number, passes, result=self.verdict(diverged))
 
-        limit = lambda: self.limit(filter, damping)
-        return unless_endless(filter.period, limit, literally)
-
-    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
-        """Follow the gradient flow for a time."""
-        problem = self.in_space()
-
-        def for_a_time(time):
-            end = flow(problem, time, damping)
-            step = problem.space.parameters(end.z)
-            passes = problem.space.a_step() * end.num_products
-            return Answer(step, end.num_products, passes, result=self.verdict(~end.met))
-
-        limit = lambda: self.limit(filter, damping)
-        return unless_endless(filter.time, limit, for_a_time)
+        is_flow = isinstance(filter, GradientFlow)
+        length = filter.time if is_flow else filter.period
+        return unless_endless(length, lambda: self.limit(filter, damping), finitely)
 
     def optimise(
         self,
@@ -159,10 +152,8 @@ class AbstractIteration(AbstractMethod):
             # Started at zero, conjugate gradients stay in the range of phi^T, so that
             # their limit is the minimum-norm solution.
             return self.to_tolerance(self.exactly(), damping)
-        if isinstance(filter, Descent):
-            return self.descend(filter, damping)
-        if isinstance(filter, GradientFlow):
-            return self.flow(filter, damping)
+        if isinstance(filter, Descent | GradientFlow):
+            return self.along(filter, damping)
         raise does_not_serve(type(self), filter)
 
     def verdict(self, diverged: Array) -> optx.RESULTS:

@@ -133,8 +133,8 @@ def pulled(
     """
     if isinstance(problem, ProxLinear):
         return ready(problem)
-    if not issubclass(way, MatrixFree):
+    subproblem = ready(problem) if issubclass(way, MatrixFree) else None
+    if not isinstance(subproblem, MatrixFree):  # It may be in other variables.
         return WithMomentum(problem, towards, ready)
-    subproblem = ready(problem)
     is_none = lambda x: x is None
     return eqx.tree_at(lambda s: s.towards, subproblem, towards, is_leaf=is_none)

@@ -73,7 +73,8 @@ class AbstractLoss(eqx.Module):
         if not self._numbers:
             return self
         numbers = lambda loss: [getattr(loss, name) for name in self._numbers]
-        return eqx.tree_at(numbers, self, list(map(as_scalar, numbers(self))))
+        arrays = list(map(as_scalar, numbers(self)))
+        return eqx.tree_at(numbers, self, arrays, is_leaf=lambda x: x is None)
 
     def reduced(self, default: Reduction) -> "AbstractLoss":
         """Return the loss with `default` as its reduction if it has none."""

@@ -103,6 +103,7 @@ def _sums(
     if p.ndim == 1 or p.shape[-1:] == (1,):  # of the second of two classes
         p, labels = p.ravel(), labels.ravel().astype(float)
         p = jnp.stack([1 - p, p], axis=1)
+        check_between("labels", jnp.maximum(labels, 0), 0, 1)
         labels = jnp.where(labels < 0, -1, jnp.where(labels > 0.5, 1, 0))
     if not is_label(labels) or labels.shape != p.shape[:-1]:
         raise ValueError(

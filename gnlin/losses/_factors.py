@@ -158,20 +158,8 @@ class SoftmaxFactor(AbstractFactor):
         return jnp.sqrt(self.total) * self.s * self._centred(v)
 
     def transpose_mv(self, u: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
-        return jnp.sqrt(self.total) * self.s * self._across(u)
-
-    def _across(self, u: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
-        r"""Return $(I - s s^\top) u$, which for the likeliest class k is
-        $u_k \sum_{j \ne k} s_j^2 - s_k \sum_{j \ne k} s_j u_j$."""
-        likeliest = jnp.argmax(self.s, axis=-1, keepdims=True)
-        top = jax.nn.one_hot(likeliest[..., 0], self.s.shape[-1], dtype=bool)
-        s_top = jnp.take_along_axis(self.s, likeliest, axis=-1)
-        u_top = jnp.take_along_axis(u, likeliest, axis=-1)
-        others = jnp.where(top, 0, self.s)
-        along = _tree.sum_of_products(others, u)
-        rest = jnp.sum(others**2, axis=-1, keepdims=True)
-        of_top = u_top * rest - s_top * along
-        return jnp.where(top, of_top, u - self.s * (along + s_top * u_top))
+        across = u - self.s * _tree.sum_of_products(self.s, u)
+        return jnp.sqrt(self.total) * self.s * across
 
     def whiten(
         self, gradient: Float[Array, "*k c"]

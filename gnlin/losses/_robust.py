@@ -37,7 +37,7 @@ class AbstractRobust(AbstractElementwiseLoss):
     than half the square of larger ones."""
 
     _rho: ClassVar[Rho]
-    _numbers: ClassVar[tuple[str, ...]] = ("delta",)
+    _numbers: ClassVar[tuple[str, ...]] = ("delta", "reweighted")
     delta: ScalarLike = 1.0
     reduction: Reduction | None = None
     reweighted: ScalarLike | None = eqx.field(default=None, kw_only=True)
