@@ -13,7 +13,7 @@ from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 from .._linearisation._retraction import Retraction
 from .._solver import AbstractGaussNewton
-from ..losses import AbstractElementwiseLoss, NegativeBinomialNLL
+from ..losses import AbstractElementwiseLoss
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data, whitened
 from ._likelihood import is_likelihood, Likelihood
@@ -31,14 +31,10 @@ class FitSettings(NamedTuple):
     many: bool  # whether there are several data sets
 
     def with_arrays(self) -> "FitSettings":
-        """Return the settings for a compiled program, with arrays in the place of numbers
-        that users change, so that another number does not compile it again."""
-        loss = self.loss
-        if isinstance(loss, NegativeBinomialNLL):
-            as_array = lambda number: jnp.asarray(number, float)
-            loss = eqx.tree_at(lambda loss: loss.dispersion, loss, replace_fn=as_array)
+        """Return the settings for a compiled program, with `max_steps` as an array, so
+        that another number does not compile it again."""
         most = min(self.max_steps, jnp.iinfo(jnp.int32).max)
-        return self._replace(max_steps=jnp.array(most), loss=loss)
+        return self._replace(max_steps=jnp.array(most))
 
     @property
     def likelihood(self) -> AbstractElementwiseLoss | None:

@@ -1,6 +1,6 @@
 """The content of a checkpoint, and its conversion to arrays and JSON and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,8 +55,8 @@ def pack(
     arrays = {f"carry_{i}": as_numpy(x) for i, x in enumerate(carry)}
     callbacks = []
     for i, (name, paths, leaves) in enumerate(states):
-        arrays |= {_leaf(i, j): as_numpy(leaf) for j, leaf in enumerate(leaves)}
-        callbacks.append([name, paths, [_kind(leaf, name) for leaf in leaves]])
+        arrays |= {_leaf(i, j): _numbers(leaf, name) for j, leaf in enumerate(leaves)}
+        callbacks.append([name, paths])
     meta = {
         "settings": settings,
         "step": step,
@@ -75,9 +75,9 @@ def unpack(
     """Invert `pack`; raise `Fault` if `pack` cannot have returned this."""
     try:
         callbacks = []
-        for i, (name, paths, kinds) in enumerate(meta["callbacks"]):
-            of = (_SAVED[kind](arrays[_leaf(i, j)]) for j, kind in enumerate(kinds))
-            callbacks.append(CallbackState(name, paths, list(of)))
+        for i, (name, paths, *_) in enumerate(meta["callbacks"]):
+            leaves = [arrays[_leaf(i, j)] for j in range(len(paths))]
+            callbacks.append(CallbackState(name, paths, leaves))
         carry = [x for name, x in arrays.items() if name.startswith("carry_")]
         now = Now(meta["step"], meta["epoch"], meta["index"], carry)
         if meta["result"] not in RESULT_NAMES:
@@ -98,31 +98,12 @@ def _leaf(callback: int, leaf: int) -> str:
 #
 
 
-class _OnDevice(NamedTuple):
-    """The numbers of a JAX array, or of a random key. The resumed run places them on its
-    devices."""
-
-    numbers: np.ndarray
+_SAVED = jax.Array | np.ndarray | np.generic | bool | int | float | complex | str
 
 
-# How a leaf of each kind is made from its array.
-_SAVED: dict[str, Callable[[np.ndarray], Any]] = {
-    "jax": _OnDevice,
-    "array": lambda x: x,
-    "scalar": lambda x: x[()],
-    "python": lambda x: x.item(),
-}
-
-
-def _kind(leaf: Any, callback: str) -> str:
-    for kind, of in (
-        ("jax", jax.Array),
-        ("array", np.ndarray),
-        ("scalar", np.generic),
-        ("python", bool | int | float | complex | str),
-    ):
-        if isinstance(leaf, of) and not as_numpy(leaf).dtype.hasobject:
-            return kind
+def _numbers(leaf: Any, callback: str) -> np.ndarray:
+    if isinstance(leaf, _SAVED) and not (array := as_numpy(leaf)).dtype.hasobject:
+        return array
     raise CheckpointError(
         f"The state of the callback `{callback}` holds a {type(leaf).__name__}, which a "
         "checkpoint cannot hold: let `state` return arrays, numbers and strings."
@@ -144,17 +125,20 @@ def give_back(states: Sequence[CallbackState], callbacks: Sequence[Callback]) ->
     if list(map(_form, own)) != list(map(_form, states)):
         return False
 
-    def placed(leaf: Any, like: Any) -> Any:
-        if not isinstance(leaf, _OnDevice):
-            return leaf
-        is_like = isinstance(like, jax.Array)
-        return like_array(leaf.numbers, like) if is_like else jnp.asarray(leaf.numbers)
-
     for callback, state, now in zip(callbacks, states, own, strict=True):
-        leaves = map(placed, state.leaves, now.leaves)
+        leaves = map(_like, state.leaves, now.leaves)
         structure = jax.tree.structure(callback.state())
         callback.restore(jax.tree.unflatten(structure, list(leaves)))
     return True
+
+
+def _like(x: np.ndarray, like: Any) -> Any:
+    """Return a leaf of the kind that the callback has now."""
+    if isinstance(like, jax.Array):
+        return like_array(x, like)
+    if isinstance(like, np.ndarray):
+        return x
+    return x[()] if isinstance(like, np.generic) else x.item()
 
 
 def like_array(x: np.ndarray, like: Any) -> Array:
@@ -168,5 +152,4 @@ def like_array(x: np.ndarray, like: Any) -> Array:
 
 def _form(state: CallbackState) -> tuple:
     """Return the part of a state that stays the same during a run."""
-    numbers = (x.numbers if isinstance(x, _OnDevice) else x for x in state.leaves)
-    return state.callback, state.paths, [as_numpy(x).shape for x in numbers]
+    return state.callback, state.paths, [as_numpy(x).shape for x in state.leaves]
