@@ -139,7 +139,8 @@ def _fitted(
             noise=data.spread * totals.noise,
         )
     known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents
-    fitted, found = as_fitted(setting, parameters, start, end.loss, *known)
+    loss = posed.loss.value(lin.outputs, posed.target)
+    fitted, found = as_fitted(setting, parameters, start, loss, *known)
     if is_of_rates(setting.likelihood):
         spread = _tree.matmul(jacobian, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(lin.outputs, data, spread))

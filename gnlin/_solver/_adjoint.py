@@ -31,7 +31,7 @@ class _Inverse(eqx.Module):
     codomain: _tree.Structure = eqx.field(static=True)
 
 
-class _LeastNorm(lx.AbstractLinearSolver[_Inverse]):
+class LeastNorm(lx.AbstractLinearSolver[_Inverse]):
     """The solution of least norm, after rows and columns are scaled to a largest entry of
     one, so that the rank does not depend on the parameters' units."""
 
@@ -108,7 +108,7 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
         sensitivity of a solution with active constraints.
     """
 
-    linear_solver: lx.AbstractLinearSolver = _LeastNorm()
+    linear_solver: lx.AbstractLinearSolver = LeastNorm()
 
     def apply(self, primal_fn, rewrite_fn, inputs, tags):
         _, solver, *_ = inputs
@@ -136,11 +136,14 @@ def _slope(
 def _stationary(optimum, _, inputs):
     """Return a value that is zero at the optimum, with an invertible derivative there."""
     fn, solver, _, args, *_ = inputs
-    here = jax.lax.stop_gradient(optimum)
-    slope = _slope(fn, args, solver, optimum)
-    if solver.bounds is None:
+    return held_at_bounds(_slope(fn, args, solver, optimum), solver.bounds, optimum)
+
+
+def held_at_bounds(slope: PyTree[Array], bounds: Any, optimum: PyTree[Array]) -> Any:
+    """Return the slope, and for parameters that are held at a bound the distance to it."""
+    if bounds is None:
         return slope
-    box = Box.of(solver.bounds, optimum)
+    box, here = Box.of(bounds, optimum), jax.lax.stop_gradient(optimum)
     blocked = box.blocked(here, jax.lax.stop_gradient(slope))
 
     def each(is_blocked, y, now, low, high, g):
