@@ -39,7 +39,6 @@ from ._training._residuals import (
     GroupsByName,
     of_groups,
     refuse_for_groups,
-    refuse_samplers,
     Residuals,
     where_not_finite,
 )
@@ -169,7 +168,6 @@ def solve(
         state = in_single(state)
     else:
         refuse_for_groups(loss=loss, state=state, key=key, prior=prior)
-        refuse_samplers(groups)
         parameters, network, batch, losses = of_groups(
             model, groups, filter_spec, part_size=part_size
         )

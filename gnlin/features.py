@@ -33,7 +33,7 @@ from ._jacobian import DEFAULT_MEMORY_BUDGET
 from ._linearisation._linearisation import Linearisation, linearise
 from ._training._data import as_inputs
 from ._training._model import make_network
-from ._training._residuals import as_groups, of_groups, refuse_samplers
+from ._training._residuals import as_groups, of_groups
 from ._training._solution import Solution
 from .losses._base import check_between
 from .losses._cross_entropy import is_label
@@ -93,7 +93,6 @@ def linearise_model(
         inputs = jax.tree.map(jnp.asarray, as_inputs(inputs))
         args = network.args(inputs, None, None)
     else:
-        refuse_samplers(groups)
         parameters, network, (args, *_), _ = of_groups(model, groups, filter_spec)
     fn = network.function()
     return linearise(fn, parameters, args, memory_budget=memory_budget)

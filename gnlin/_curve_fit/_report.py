@@ -138,10 +138,9 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 def _correlations(fit: "CurveFit") -> list[tuple[float, str, str]]:
     matrix = np.asarray(fit.covariance_matrix)
     errors = np.sqrt(np.diagonal(matrix))
-    found = []
-    for i, j in zip(*np.triu_indices(len(errors), 1), strict=True):
-        with np.errstate(all="ignore"):
-            value = matrix[i, j] / (errors[i] * errors[j])
-        if np.isfinite(value) and abs(value) >= _LEAST_CORRELATION:
-            found.append((float(value), fit.names[i], fit.names[j]))
+    with np.errstate(all="ignore"):
+        values = np.triu(matrix / np.outer(errors, errors), 1)
+    pairs = np.argwhere(np.isfinite(values) & (np.abs(values) >= _LEAST_CORRELATION))
+    names = fit.names
+    found = [(float(values[i, j]), names[i], names[j]) for i, j in pairs]
     return sorted(found, key=lambda pair: -abs(pair[0]))

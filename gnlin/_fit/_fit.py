@@ -236,7 +236,8 @@ def fit(
             curvature_batch_size=curvature_batch_size,
             prior=prior,
         )
-        posed = of_groups(model, groups, filter_spec, batch_size, part_size)
+        options = batch_size, part_size
+        posed = of_groups(model, groups, filter_spec, *options, may_draw=True)
         parameters, network, batch, losses = posed
         losses = losses.reduced("mean")
         stream, streaming = GroupStream(groups, batch), network.draws

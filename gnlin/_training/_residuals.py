@@ -207,7 +207,6 @@ class Groups(AbstractRecognised):
     def _network(self, y: PyTree[Array], args: Any) -> tuple[GroupNetwork, Any, Any, Any]:
         """Return the network of the groups, its inputs, the targets and the losses."""
         groups: GroupsByName = as_groups(self.groups)  # type: ignore[assignment]
-        refuse_samplers(groups)
         if args is not None and all(group.data is not None for group in groups.values()):
             raise ValueError("The groups have their own data: leave `args` out.")
         _, network, (inputs, targets, _), losses = of_groups(y, groups, lambda _: True)
@@ -298,8 +297,15 @@ def of_groups(
     filter_spec: PyTree | Callable[[Any], bool],
     batch_size: Mapping[str, int | None] | int | None = None,
     part_size: int | None = None,
+    *,
+    may_draw: bool = False,
 ) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
-    """Return (parameters, network, data, losses)."""
+    """Return (parameters, network, data, losses).
+
+    - `may_draw`: whether groups may draw their data for each step.
+    """
+    if not may_draw:
+        _refuse_samplers(groups)
     parameters, frozen = partition(model, filter_spec, called=False)
     sizes = _batch_sizes(groups, batch_size)
     inputs, of_network = {}, {}
@@ -419,7 +425,7 @@ def refuse_groups(data: Any) -> None:
         )
 
 
-def refuse_samplers(groups: GroupsByName) -> None:
+def _refuse_samplers(groups: GroupsByName) -> None:
     for name, group in groups.items():
         if callable(group.data):
             raise ValueError(

@@ -61,10 +61,11 @@ class EarlyStop(Callback):
 
     def on_start(self, run: Run) -> None:
         columns = run.history.columns
-        self.events = "validations" if "validation_loss" in columns else "measurements"
         of_steps = self.monitor in COLUMNS or self.monitor.startswith("loss/")
-        missing = self.monitor not in columns and self.monitor.startswith("valid")
-        if self.events == "measurements" and (of_steps or missing):
+        validated = of_steps or self.monitor.startswith("valid")
+        # A measure is judged when its row has it, which may be after the validation.
+        self.events = "validations" if validated else "measurements"
+        if validated and "validation_loss" not in columns:
             raise ValueError(
                 "`EarlyStop` needs validation data: pass `validation` to `gnlin.fit`, or "
                 "monitor a column of `gnlin.callbacks.Measure`."
@@ -94,6 +95,7 @@ class EarlyStop(Callback):
     def on_validation(self, run: Run) -> None:
         if self.events == "validations":
             self._judge(run)
+        self._judge_measured(run)
 
     def _judge(self, run: Run) -> None:
         value = self.sign * run.row[self.monitor]

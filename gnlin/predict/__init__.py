@@ -8,21 +8,13 @@ result of training. It is computed when the predictor is made; each time, dampin
 input after that costs a product.
 """
 
-from ._correction import Correction as Correction, correction as correction
-from ._covariance import (
-    covariance as covariance,
-    ParameterCovariance as ParameterCovariance,
-)
-from ._gaussian import Gaussian as Gaussian
-from ._laplace import posterior as posterior
-from ._paths import (
-    Descent as Descent,
-    Flow as Flow,
-    gradient_descent as gradient_descent,
-    gradient_flow as gradient_flow,
-)
-from ._posterior import Posterior as Posterior
-from ._variance import predictive_variance as predictive_variance
+from ._correction import Correction, correction
+from ._covariance import covariance, ParameterCovariance
+from ._gaussian import Gaussian
+from ._laplace import posterior
+from ._paths import Descent, Flow, gradient_descent, gradient_flow
+from ._posterior import Posterior
+from ._variance import predictive_variance
 
 
 __all__ = [

@@ -19,14 +19,7 @@ from .._subproblem import check_method, choose, Method
 from .._training._data import a_kind_of, as_inputs
 from .._training._group_network import GroupNetwork
 from .._training._model import Frozen, in_single
-from .._training._residuals import (
-    as_groups,
-    Groups,
-    GroupsByName,
-    of_groups,
-    refuse_samplers,
-    Residuals,
-)
+from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
 from .._training._solution import model_and_spec, Solution
 from ..filters import PseudoInverse
 from ._linearised import check_finite
@@ -117,7 +110,6 @@ def correction(
             "`groups` must be `gnlin.Residuals`, or a dictionary or list of them, but "
             f"{a_kind_of(groups)} was given."
         )
-    refuse_samplers(named)
     solution = model if isinstance(model, Solution) else None
     model, filter_spec = model_and_spec(model, filter_spec)
     parameters, network, batch, losses = of_groups(model, named, filter_spec)

@@ -33,14 +33,7 @@ from .._training._data import as_batch
 from .._training._group_network import GroupNetwork
 from .._training._model import Frozen, make_network, Network
 from .._training._prior import function_beside, objective_beside, outputs_of_data, Prior
-from .._training._residuals import (
-    as_groups,
-    Groups,
-    GroupsByName,
-    of_groups,
-    refuse_samplers,
-    Residuals,
-)
+from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
 from .._training._solution import model_and_spec, Solution
 from ..filters import Tikhonov
 from ..losses import AbstractLoss, SquaredError
@@ -157,7 +150,6 @@ def covariance(
         if deviation is not None:
             prior = Prior.of(deviation, losses, batch)
     else:
-        refuse_samplers(groups)
         if not eqx.tree_equal(loss, SquaredError()):
             raise ValueError("`loss` is not for groups, each of which has its own.")
         parameters, network, batch, losses = of_groups(model, groups, filter_spec)

@@ -28,17 +28,15 @@ class LinearisedModel(eqx.Module):
     - `objective`: the loss on the training data.
     - `from_zero`: whether the outputs at the linearisation point count as zero.
     - `about`: the mean of the prior, if it is not the linearisation point.
-    - `starts_there`: whether the linearised model starts at `about`.
+    - `start`: where the linearised model starts, if not there.
     """
 
     network: Network
-    loss: AbstractLoss
     train: Linearisation
     objective: BatchLoss
     from_zero: bool = eqx.field(static=True)
-    memory_budget: int = eqx.field(static=True)
-    about: PyTree[Array] | None = None
-    starts_there: bool = eqx.field(static=True, default=True)
+    about: PyTree[Array] | None
+    start: PyTree[Array] | None
 
     @staticmethod
     def of(
@@ -60,18 +58,16 @@ class LinearisedModel(eqx.Module):
         if about is not None:
             about = _parameters_of(about, parameters, filter_spec)
         start = about if starts_there else None
-        shared = memory_budget, from_zero, start
-        train = _linearise(network, parameters, batch[0], *shared)
+        fixed = memory_budget, from_zero, start
+        train = _linearise(network, parameters, batch[0], *fixed)
         objective = _loss_on(train, loss, batch)
-        fixed = from_zero, memory_budget, about, starts_there
-        return LinearisedModel(network, loss, train, objective, *fixed)
+        return LinearisedModel(network, train, objective, from_zero, about, start)
 
     def on(self, inputs: PyTree | None) -> Linearisation:
         """Linearise on other inputs; `None` for the training inputs."""
         if inputs is None:
             return self.train
-        start = self.about if self.starts_there else None
-        fixed = self.memory_budget, self.from_zero, start
+        fixed = self.train.jacobian.memory_budget, self.from_zero, self.start
         return _linearise(self.network, self.train.point, as_inputs(inputs), *fixed)
 
     def moved(self) -> PyTree[Array]:
@@ -83,7 +79,7 @@ class LinearisedModel(eqx.Module):
         """Linearise on the inputs of other data; also return their loss."""
         batch = as_batch(data)
         on = self.on(batch[0])
-        return on, _loss_on(on, self.loss, batch)
+        return on, _loss_on(on, self.objective.loss, batch)
 
 
 def _loss_on(on: Linearisation, loss: AbstractLoss, batch: tuple) -> BatchLoss:

@@ -110,7 +110,7 @@ class Posterior(eqx.Module):
             of the logits themselves: Z. Lu, E. Ie and F. Sha, *Mean-Field Approximation
             to Gaussian-Softmax Integral* (2020).
         """
-        loss = self._linearised.loss
+        loss = self._linearised.objective.loss
         if not isinstance(loss, SoftmaxCrossEntropy | SigmoidCrossEntropy):
             raise ValueError(
                 "`probabilities` needs a loss of classes, such as "

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_finite_positive
+from .._common._checks import check_finite_nonnegative, check_finite_positive
 from .._linearisation._linearisation import check_same_parameters, Linearisation
 from .._linearisation._quadratic import Quadratic
 from ._eigenbasis import Eigenbasis
@@ -57,6 +57,7 @@ def predictive_variance(
         via local linearization*, AISTATS (2021), equation 8.
     """
     check_finite_positive("damping", damping)
+    check_finite_nonnegative("variance", variance)
     check_same_parameters(test, train)
     problem = Quadratic(train.jacobian, _tree.zeros_like(train.outputs))
     basis, jacobian = Eigenbasis.of(problem), test.jacobian
