@@ -44,11 +44,6 @@ class AbstractObjective(eqx.Module):
     def value(self, outputs: PyTree[Array]) -> Scalar:
         """Return the objective."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the objective's parts, if it has several."""
-        return ()
-
     def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
         """Return the value of each part by name."""
         return {}
@@ -86,6 +81,10 @@ class AbstractObjective(eqx.Module):
     def num_examples(self) -> Float[Array, ""]:
         """Return the number of equally weighted examples whose mean has the same variance
         (L. Kish, *Survey sampling*, 1965)."""
+        raise NotImplementedError
+
+    def num_targets(self, outputs: PyTree[Array]) -> Scalar:
+        """Return the number of targets of positive weight."""
         raise NotImplementedError
 
     def expand(self, lin: Linearisation) -> Quadratic:
@@ -198,6 +197,12 @@ class BatchLoss(AbstractObjective):
         each /= _tree.unit(each)
         return jnp.maximum(_tree.quotient(jnp.sum(each) ** 2, _tree.dot(each, each)), 1)
 
+    def num_targets(self, outputs: PyTree[Array]) -> Scalar:
+        size, weights = _tree.size(outputs), self.weights
+        if weights is None:
+            return jnp.array(size)
+        return size // weights.size * jnp.sum(weights > 0)
+
     def left_out(self, outputs: PyTree[Array]) -> Scalar:
         """Return the constant that the value leaves out of a negative log-likelihood: the
         log-likelihood of the saturated model."""
@@ -275,7 +280,8 @@ class GroupLosses(eqx.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return _names(self.losses)
+        """The groups' names, or nothing for a single group."""
+        return tuple(sorted(self.losses)) if len(self.losses) > 1 else ()
 
     @property
     def is_quadratic(self) -> bool:
@@ -304,10 +310,6 @@ class GroupLoss(AbstractObjective):
     def is_noisy(self) -> bool:
         return not self.is_drawn
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _names(self.parts)
-
     def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
         return {name: part.value(outputs[name]) for name, part in self.parts.items()}
 
@@ -327,6 +329,9 @@ class GroupLoss(AbstractObjective):
         return _tree.summed(
             part.decrease(outputs[k], new_outputs[k]) for k, part in parts
         )
+
+    def num_targets(self, outputs: PyTree[Array]) -> Scalar:
+        return _tree.summed(x.num_targets(outputs[k]) for k, x in self.parts.items())
 
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return {name: part.gradient(outputs[name]) for name, part in self.parts.items()}
@@ -375,11 +380,6 @@ def objective_of(
         for name, of_group in loss.losses.items()
     }
     return GroupLoss(parts=parts, is_sample=is_sample, is_drawn=loss.is_drawn)
-
-
-def _names(groups: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the groups' names, or nothing for a single group."""
-    return tuple(sorted(groups)) if len(groups) > 1 else ()
 
 
 def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:

@@ -175,7 +175,7 @@ def _all_steps(
         return carry._replace(parameters=ours[0], model_state=ours[1])
 
     row = now.carry.solver_state.row()
-    row |= dict.fromkeys(columns_of(objective.names).values(), row["loss"])
+    row |= dict.fromkeys(columns_of(setting.names).values(), row["loss"])
     row = row if history else {}
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
 

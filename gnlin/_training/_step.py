@@ -217,12 +217,12 @@ def advanced(
         failed = state.result != optx.RESULTS.successful
         model_state = _tree.where(failed, model_state, aux)
     row = state.row() | {"loss": loss}
-    each = objective.values(now) if objective.names else {}
+    columns = columns_of(setting.names)
+    each = objective.values(now) if columns else {}
     before = carry.solver_state.counts.num_feature_updates
     moved = jnp.array(True)
     if not setting.streaming:
         moved = state.counts.num_feature_updates > before
     print_row(solver.verbose, row, number + 1, moved)
-    columns = columns_of(objective.names)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
     return Carry(y, state, model_state, watch), row, moved

@@ -20,12 +20,7 @@ from .._linear_algebra._covariance import (
     where_determined,
 )
 from .._linearisation._linearisation import Linearisation, linearise
-from .._linearisation._objective import (
-    AbstractObjective,
-    BatchLoss,
-    GroupLoss,
-    GroupLosses,
-)
+from .._linearisation._objective import GroupLosses
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._retraction import flaw_of, Retraction
 from .._subproblem import choose
@@ -210,7 +205,7 @@ def _at(
     else:
         inverse = _BySolves.of(problem, moving)
     loss = objective.value(lin.outputs)
-    number = _num_residuals(objective, lin.outputs).astype(loss.dtype)
+    number = objective.num_targets(lin.outputs).astype(loss.dtype)
     dof = number - inverse.rank.astype(loss.dtype)
     estimated = jnp.where(dof > 0, 2 * loss / dof, jnp.inf)
     scale = jnp.ones_like(loss) if absolute_sigma else estimated
@@ -223,22 +218,6 @@ def _at(
     return ParameterCovariance(
         scale, dof, parameters, retraction, inverse, distance, frozen
     )
-
-
-def _num_residuals(objective: AbstractObjective, outputs: PyTree[Array]) -> Scalar:
-    """Return the number of residuals of positive weight."""
-    if isinstance(objective, GroupLoss):
-        parts = ((part, outputs[name]) for name, part in objective.parts.items())
-    else:
-        assert isinstance(objective, BatchLoss)
-        parts = ((objective, outputs),)
-    number = jnp.array(0)
-    for part, of_part in parts:
-        size, weights = _tree.size(of_part), part.weights
-        if weights is not None:
-            size = size // len(weights) * jnp.sum(weights > 0)
-        number += size
-    return number
 
 
 def _moving(lin: Linearisation) -> Bool[Array, " p"]:

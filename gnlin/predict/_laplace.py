@@ -1,5 +1,6 @@
 """The posterior of a linearised model, given data (linearised Laplace)."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +20,6 @@ from ._eigenbasis import Eigenbasis
 from ._kronecker import Kronecker
 from ._linearised import check_finite, LinearisedModel
 from ._posterior import check_deviation, Posterior
-from ._trust import warn_of_data_counted_twice
 
 
 Curvature = Literal["full", "kronecker"] | int
@@ -149,7 +149,7 @@ def posterior(
         if about is None and not from_zero:
             about = jax.tree.map(_zero, model)
     elif is_solution and moves and about is None and not from_zero:
-        warn_of_data_counted_twice()
+        _warn_of_data_counted_twice()
     prior = 1.0 if prior is None else prior
     check_deviation("prior", prior)
     # The likelihood sums over all examples, however the loss was reduced in training.
@@ -198,3 +198,14 @@ def _set_up(
     else:
         basis = Eigenbasis.of_rank(problem, train.point, curvature)
     return basis, problem.gradient()
+
+
+def _warn_of_data_counted_twice() -> None:
+    """Warn that the prior is about parameters that were fitted to the data."""
+    warnings.warn(
+        "The model was trained without a prior, so that the prior is about the "
+        "parameters that were fitted. This counts data twice on which the model was "
+        "trained: pass `about`, the model before training, or train with `prior`; for "
+        "other data pass `solution.model`.",
+        stacklevel=3,
+    )
