@@ -12,14 +12,15 @@ from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._canonical import needed
 from .._common._sharding import Places, sharded
-from .._linearisation._linearisation import linearised
-from .._linearisation._objective import AbstractObjective, GroupLosses
-from .._solver import AbstractGaussNewton, print_row, State
+from .._jacobian import WithPrior
+from .._linearisation._linearisation import Linearisation, linearise, linearised
+from .._linearisation._objective import AbstractObjective, GroupLosses, objective_of
+from .._solver import print_row, State
 from ..losses import AbstractLoss
 from ._divergence import Watch
 from ._group_network import GroupNetwork
 from ._model import Network
-from ._prior import function_beside, objective_beside, outputs_of_data, Prior
+from ._prior import Prior
 from ._solution import columns_of
 
 
@@ -44,7 +45,7 @@ class Carry(NamedTuple):
 class StepSettings(NamedTuple):
     """The settings of a whole run."""
 
-    solver: AbstractGaussNewton
+    solver: Any  # an `AbstractGaussNewton`; `None` if no step is made
     loss: AbstractLoss | GroupLosses
     network: Network | GroupNetwork
     key: Key[Array, ""] | None  # from `key_of_steps`; None for the default key
@@ -64,13 +65,32 @@ class StepSettings(NamedTuple):
         return self.loss.names if isinstance(self.loss, GroupLosses) else ()
 
     def function(self) -> Callable[[PyTree, Any], Any]:
-        """Return the function whose outputs the objective takes."""
-        has_state = self.network.has_state
-        return function_beside(self.prior, self.network.function(), has_state)
+        """Return the function whose outputs the objective takes: the network's, beside
+        the prior's if there is one."""
+        fn, has_state = self.network.function(), self.network.has_state
+        return fn if self.prior is None else WithPrior(fn, has_state)
 
     def objective(self, outputs: Shapes, data: tuple, **options) -> AbstractObjective:
         """Return the objective of a batch; `options` are those of `objective_of`."""
-        return objective_beside(self.prior, self.loss, outputs, data, **options)
+        if self.prior is None:
+            return objective_of(self.loss, outputs, data, **options)
+        of_data: Any = objective_of(self.loss, outputs["data"], data, **options)
+        return self.prior.beside(of_data, outputs["prior"])
+
+    def check(self, outputs: Shapes, targets: PyTree[Array]) -> None:
+        """Raise `ValueError` if the targets do not suit the outputs."""
+        self.loss.check(outputs if self.prior is None else outputs["data"], targets)
+
+    def linearised(
+        self, parameters: PyTree[Array], batch: tuple, memory_budget: int
+    ) -> tuple[Linearisation, AbstractObjective]:
+        """Linearise the function on a batch; return also the objective, after a check of
+        the targets."""
+        fn = self.function()
+        lin = linearise(fn, parameters, batch[0], memory_budget=memory_budget)
+        outputs = _tree.Structure.of(lin.outputs).tree
+        self.check(outputs, batch[1])
+        return lin, self.objective(outputs, batch)
 
     def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:
         """Return the network's `args` for step `number`. Keys and augmentation differ
@@ -131,7 +151,7 @@ def checked_outputs(
         return setting.outputs(parameters, setting.args(inputs, 0, state))
 
     outputs = eqx.filter_eval_shape(forward, parameters, inputs, model_state)
-    setting.loss.check(outputs_of_data(setting.prior, outputs), targets)
+    setting.check(outputs, targets)
     return outputs
 
 
@@ -146,7 +166,7 @@ def all_checked(
     for batch in batches:
         kind = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch[0]))
         if kind in outputs:
-            setting.loss.check(outputs[kind], batch[1])
+            setting.check(outputs[kind], batch[1])
         else:
             outputs[kind] = checked_outputs(setting, parameters, model_state, batch)
     return next(iter(outputs.values()))

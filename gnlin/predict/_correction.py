@@ -11,16 +11,13 @@ from jaxtyping import Array, ArrayLike, PyTree, Scalar
 
 from .._common import _tree
 from .._common._checks import check_callable, check_count, first_line, is_own, is_traced
-from .._common._tree import Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._linearisation._linearisation import linearise
-from .._linearisation._objective import GroupLosses, objective_of
 from .._subproblem import check_method, choose, Method
 from .._training._data import a_kind_of, as_inputs
-from .._training._group_network import GroupNetwork
 from .._training._model import Frozen, in_single
 from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
 from .._training._solution import model_and_spec, Solution
+from .._training._step import StepSettings
 from ..filters import PseudoInverse
 from ._linearised import check_finite
 
@@ -113,8 +110,8 @@ def correction(
     solution = model if isinstance(model, Solution) else None
     model, filter_spec = model_and_spec(model, filter_spec)
     parameters, network, batch, losses = of_groups(model, named, filter_spec)
-    given = network, losses, parameters, batch, method, memory_budget
-    step, remaining, loss = _step(*given)
+    setting = StepSettings(None, losses, network, None)
+    step, remaining, loss = _step(setting, parameters, batch, method, memory_budget)
     check_finite((step, remaining))
     if solution is not None and solution.loss is not None and not is_traced(loss):
         losses = solution.history.get("loss", ())
@@ -138,19 +135,13 @@ def correction(
 
 @eqx.filter_jit
 def _step(
-    network: GroupNetwork,
-    losses: GroupLosses,
+    setting: StepSettings,
     parameters: PyTree[Array],
     batch: tuple,
     method: Method,
     memory_budget: int,
 ) -> tuple[PyTree[Array], Scalar, Scalar]:
-    inputs, targets, _ = batch
-    fn = network.function()
-    lin = linearise(fn, parameters, inputs, memory_budget=memory_budget)
-    outputs = Structure.of(lin.outputs).tree
-    losses.check(outputs, targets)
-    objective = objective_of(losses, outputs, batch)
+    lin, objective = setting.linearised(parameters, batch, memory_budget)
     problem = objective.expand(lin)
     cost = problem.jacobian.cost()
     if method == "svd" and not cost.rows_fit:

@@ -27,9 +27,10 @@ from .._subproblem import choose
 from .._training._data import as_batch
 from .._training._group_network import GroupNetwork
 from .._training._model import Frozen, make_network, Network
-from .._training._prior import function_beside, objective_beside, outputs_of_data, Prior
+from .._training._prior import Prior
 from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
 from .._training._solution import model_and_spec, Solution
+from .._training._step import StepSettings
 from ..filters import Tikhonov
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
@@ -154,7 +155,9 @@ def covariance(
             raise ValueError(flaw)
         curved = Retraction.of(retraction, parameters)
     fixed = curved, absolute_sigma, memory_budget
-    known = _at(network, losses, prior, parameters, batch, *fixed)
+    losses = reweighted(losses, 0.0, every=True)  # second derivatives only
+    setting = StepSettings(None, losses, network, None, prior=prior)
+    known = _at(setting, parameters, batch, *fixed)
     distance = known._distance
     if is_traced(distance):
         return known
@@ -175,9 +178,7 @@ def covariance(
 
 @eqx.filter_jit
 def _at(
-    network: Network | GroupNetwork,
-    losses: AbstractLoss | GroupLosses,
-    prior: Prior | None,
+    setting: StepSettings,
     parameters: PyTree[Array],
     batch: tuple,
     retraction: Retraction | None,
@@ -185,12 +186,7 @@ def _at(
     memory_budget: int,
 ) -> "ParameterCovariance":
     """Return the covariance at a model's parameters."""
-    fn = function_beside(prior, network.function())
-    lin = linearise(fn, parameters, batch[0], memory_budget=memory_budget)
-    outputs = Structure.of(lin.outputs).tree
-    losses = reweighted(losses, 0.0, every=True)  # second derivatives only
-    losses.check(outputs_of_data(prior, outputs), batch[1])
-    objective = objective_beside(prior, losses, outputs, batch)
+    lin, objective = setting.linearised(parameters, batch, memory_budget)
     if not absolute_sigma and not objective.is_quadratic:
         raise ValueError("`absolute_sigma=False` is for squared error only.")
     if retraction is not None:
@@ -214,10 +210,8 @@ def _at(
     size = _tree.norm(problem.jacobian.mv(parameters)).astype(scale.dtype)
     newton = jnp.where(newton <= _tree.eps(parameters) ** 0.5 * size, 0, newton)
     distance = newton / jnp.sqrt(jnp.where(scale > 0, scale, 1))
-    frozen = network.frozen
-    return ParameterCovariance(
-        scale, dof, parameters, retraction, inverse, distance, frozen
-    )
+    known = scale, dof, parameters, retraction, inverse, distance
+    return ParameterCovariance(*known, setting.network.frozen)
 
 
 def _moving(lin: Linearisation) -> Bool[Array, " p"]:
