@@ -8,9 +8,8 @@ from jaxtyping import PyTree
 
 from ._curve import rounding
 from ._ending import some_directions
-from ._likelihood import has_observed_root
+from ._likelihood import has_observed_root, is_known
 from ._parameters import name_of
-from ._runs_test import is_known
 
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from ..spectra import Estimate
 from ._arrays import as_x
 from ._curve import Curve, Data, flat, unflattened
 from ._ending import are_determined, complaint, reason
+from ._likelihood import is_known, runs_test, signs_of
 from ._problem import FitSettings, Posed
 from ._profiles import profiles
 from ._report import names_of, report
-from ._runs_test import is_known, runs_test, signs_of
 from ._statistics import Fitted
 
 
