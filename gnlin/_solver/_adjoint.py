@@ -140,7 +140,7 @@ def _stationary(optimum, _, inputs):
 
 
 def held_at_bounds(slope: PyTree[Array], bounds: Any, optimum: PyTree[Array]) -> Any:
-    """Return the slope, and for parameters that are held at a bound the distance to it."""
+    """Return the slope; for a parameter that a bound holds, the distance to the bound."""
     if bounds is None:
         return slope
     box, here = Box.of(bounds, optimum), jax.lax.stop_gradient(optimum)

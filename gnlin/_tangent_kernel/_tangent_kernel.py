@@ -17,12 +17,7 @@ from .._common import _tree
 from .._common._checks import check_count, check_flag, is_traced, is_whole
 from .._common._identity import checksum, program
 from .._common._sharding import mesh_of
-from .._jacobian import (
-    AbstractBlock,
-    DEFAULT_MEMORY_BUDGET,
-    OfExamples,
-    PerExample,
-)
+from .._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
 from .._linearisation._linearisation import Linearisation, linearise
 from .._training._data import as_inputs
 from .._training._model import is_of_model, make_network, with_fixed_state
@@ -464,9 +459,7 @@ def product(
 
 
 @eqx.filter_jit
-def tile_of(
-    kernel: TangentKernel, x1: PyTree, x2: PyTree | None
-) -> Float[Array, "..."]:
+def tile_of(kernel: TangentKernel, x1: PyTree, x2: PyTree | None) -> Float[Array, "..."]:
     these, those = _rows(kernel, x1), None if x2 is None else _rows(kernel, x2)
     return product(kernel, these, those)
 
