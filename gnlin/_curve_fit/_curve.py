@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._canonical import kind_of, memory_of, Program, program_of
 from .._common._precision import full_precision
-from .._common._tree import ravel_pytree
+from .._common._tree import ravel_pytree, Structure
 from ._whole_numbers import cast, shaped, whole_numbers, with_floats
 
 
@@ -104,30 +103,23 @@ class Curve(eqx.Module):
 
 def flat(values: PyTree) -> Float[Array, " m"]:
     """Flatten a pytree to one vector of real numbers; a complex number becomes two."""
+    return ravel_pytree(jax.tree.map(_real, values))[0]
 
-    def real(value):
-        value = jnp.asarray(value)
-        if jnp.iscomplexobj(value):
-            value = jnp.stack([value.real, value.imag], axis=-1)
-        return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
 
-    return ravel_pytree(jax.tree.map(real, values))[0]
+def _real(value: Any) -> Float[Array, "..."]:
+    value = jnp.asarray(value)
+    if jnp.iscomplexobj(value):
+        value = jnp.stack([value.real, value.imag], axis=-1)
+    return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
 
 
 def unflattened(values: Float[Array, " m"], like: PyTree) -> PyTree:
     """Invert `flat`: return the values in the structure and shapes of `like`."""
-    leaves, structure = jax.tree.flatten(like)
-    sizes = [2 * x.size if jnp.iscomplexobj(x) else x.size for x in leaves]
-    parts = jnp.split(values, np.cumsum(sizes)[:-1])
-
-    def shaped(part, x):
-        if jnp.iscomplexobj(x):
-            part = jax.lax.complex(part[::2], part[1::2])
-        return part.reshape(x.shape)
-
-    return structure.unflatten(
-        [shaped(*pair) for pair in zip(parts, leaves, strict=True)]
+    parts = Structure.of(jax.eval_shape(lambda x: jax.tree.map(_real, x), like))
+    pairs = lambda x, part: (
+        jax.lax.complex(part[..., 0], part[..., 1]) if jnp.iscomplexobj(x) else part
     )
+    return jax.tree.map(pairs, like, parts.unravel(values))
 
 
 def wholly_missing(value: Array) -> Array:
