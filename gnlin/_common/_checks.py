@@ -30,16 +30,22 @@ def to_jax(value: Any) -> Array:
     """Return an array of JAX's. Whole numbers that exceed its integer types, which would
     wrap, become floats, and NumPy's arrays may have any byte order."""
     if isinstance(value, np.ndarray | np.generic):
-        value = np.asanyarray(value)  # JAX refuses masked arrays
-        value = value.astype(value.dtype.newbyteorder("="), copy=False)
-        if value.dtype.kind in "iu":
-            kind = jax.dtypes.canonicalize_dtype(value.dtype)
-            wraps = kind != value.dtype and np.any(value.astype(kind) != value)
-            value = value.astype(float) if wraps else value
+        value = as_jax_reads(np.asanyarray(value))  # JAX refuses masked arrays
     try:
         return jnp.asarray(value)
     except OverflowError:
         return jnp.asarray(value, float)
+
+
+def as_jax_reads(value: np.ndarray) -> np.ndarray:
+    """Return an array of NumPy that JAX can read without loss, as in `to_jax`; it is
+    copied only if it must change."""
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    if value.dtype.kind in "iu":
+        kind = jax.dtypes.canonicalize_dtype(value.dtype)
+        wraps = kind != value.dtype and np.any(value.astype(kind) != value)
+        value = value.astype(float) if wraps else value
+    return value
 
 
 def as_float(period: ScalarLike) -> ScalarLike:

@@ -67,7 +67,7 @@ class Saver:
     def __init__(self, checkpoint: Checkpoint, run: "Run"):
         self._checkpoint = checkpoint
         self._run = run
-        self._folder = Path(checkpoint.folder)
+        self._folder = Path(checkpoint.folder).expanduser()
         self._saved: tuple[int, ...] = ()  # the run's position in the latest checkpoint
         self._saved_at = time.monotonic()
         # Kept because callbacks are restored later, after they have started.

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._common._checks import to_jax
+from .._common._checks import as_jax_reads, to_jax
 from .._common._sharding import automatic, is_here
 
 
@@ -92,9 +92,14 @@ def as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
 
 
 def as_inputs(inputs: PyTree) -> PyTree:
-    """Return checked inputs. NumPy arrays are not copied: they may exceed the memory."""
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray) and not _is_masked(x)
-    inputs = jax.tree.map(lambda x: x if is_array(x) else _as_array("inputs", x), inputs)
+    """Return checked inputs. NumPy arrays that JAX can read are not copied: they may
+    exceed the memory."""
+
+    def each(x):
+        is_numpy = isinstance(x, np.ndarray) and not _is_masked(x)
+        return as_jax_reads(x) if is_numpy else _as_array("inputs", x)
+
+    inputs = jax.tree.map(each, inputs)
     for x in jax.tree.leaves(inputs):
         if isinstance(x, np.ndarray) and x.dtype.kind not in "biufV":
             raise ValueError(f"The inputs must be arrays of numbers, but hold {x.dtype}.")

@@ -122,7 +122,8 @@ class History(eqx.Module, Mapping[str, Any]):
     def to_csv(self, path: str | os.PathLike) -> None:
         """Write comma-separated values, with the names in the first row."""
         table = np.stack(list(self._of_one_run().values()), axis=1)
-        header = ",".join(self._names)
+        quoted = (name.replace('"', '""') for name in self._names)
+        header = ",".join(f'"{name}"' if "," in name else name for name in quoted)
         np.savetxt(path, table, "%.17g", delimiter=",", header=header, comments="")
 
     def _of_one_run(self) -> dict[str, np.ndarray]:
