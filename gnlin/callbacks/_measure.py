@@ -1,7 +1,6 @@
 """Further columns of the history: measures of the model, and of its kernel's change."""
 
 from collections.abc import Callable, Mapping
-from functools import partialmethod
 from typing import Any, get_args, Literal
 
 import equinox as eqx
@@ -23,17 +22,27 @@ class _Looks(Callback):
     """A callback that calls `look` at one kind of event."""
 
     every: Every
-    look: Callable[[Run], None]
 
-    def _told(self, event: str, run: Run) -> None:
-        of_number = event == "step" and not isinstance(self.every, str)
-        if self.every == event or (of_number and run.step % self.every == 0):
+    def look(self, run: Run) -> None:
+        raise NotImplementedError
+
+    def on_step(self, run: Run) -> None:
+        if self.every == "step" or (
+            not isinstance(self.every, str) and run.step % self.every == 0
+        ):
             self.look(run)
 
-    on_step = partialmethod(_told, "step")
-    on_feature_update = partialmethod(_told, "feature_update")
-    on_validation = partialmethod(_told, "validation")
-    on_epoch = partialmethod(_told, "epoch")
+    def on_feature_update(self, run: Run) -> None:
+        if self.every == "feature_update":
+            self.look(run)
+
+    def on_validation(self, run: Run) -> None:
+        if self.every == "validation":
+            self.look(run)
+
+    def on_epoch(self, run: Run) -> None:
+        if self.every == "epoch":
+            self.look(run)
 
 
 def _check_every(every: object) -> None:

@@ -328,7 +328,7 @@ def _tuned(posterior: Posterior) -> Posterior:
 
 def _warn_of_rounding(posterior: Posterior, stacklevel: int = 3) -> None:
     """Warn if rounding dominates the mean, unless the numbers are traced."""
-    if not posterior._moves:
+    if not isinstance(posterior._basis, Eigenbasis):
         return
     damping, least = posterior.damping, posterior._basis.least_damping
     if is_traced((damping, least)) or damping >= least:
