@@ -93,3 +93,8 @@ def test_errors_of_arguments():
     }.items():
         with pytest.raises(ValueError, match=said):
             call()
+
+
+def test_a_label_of_no_class_is_refused():
+    with pytest.raises(ValueError, match="labels must lie between 0 and 1"):
+        gnlin.losses.expected_calibration_error(np.array([0.2, 0.7]), np.array([1, 7]))

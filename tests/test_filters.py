@@ -3,14 +3,16 @@
 import decimal
 import math
 
+import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import each_once
+from problems import each_once, num_compiled
 
+import gnlin
 from gnlin.filters import (
     AbstractFilter,
     Damped,
@@ -511,3 +513,32 @@ def test_a_bad_parameter_is_named_in_one_sentence(build, name):
 def test_damped_needs_a_filter():
     with pytest.raises(ValueError, match="`filter` must be a function of the eigen"):
         Damped("a", 1.0)
+
+
+@pytest.mark.parametrize("method", ["svd", "eigh"])
+def test_the_derivative_without_damping_is_that_of_the_pseudo_inverse(method):
+    """The Jacobian has rank 2 for every value of the parameter."""
+    matrix = np.array([[1.0, 2, 3], [2, 4, 6], [0, 1, 1], [1, 3, 4]])
+    r = np.array([1.0, -1, 2, 0.5])
+
+    def step(scales, filter):
+        rows = scales[:, None] * matrix
+        lin = gnlin.linearise(lambda y, _: rows @ y - r, jnp.zeros(3))
+        return lin.spectrum(method).step(filter)
+
+    # The step of a multiple s of the matrix is 1/s times that of the matrix.
+    expected = -np.linalg.pinv(matrix) @ r / 1.2**2
+    for filter in (Tikhonov(0.0), PseudoInverse()):
+        found = jax.jacfwd(lambda s, filter=filter: step(s * jnp.ones(4), filter))(1.2)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_another_number_runs_the_same_program():
+    lin = gnlin.linearise(lambda y, _: jnp.sin(y), jnp.arange(3.0))
+    step = eqx.filter_jit(lambda lin, filter: lin.spectrum().step(filter))
+    for kinds in (
+        [PseudoInverse(1e-3), PseudoInverse(1e-2)],
+        [HeavyBall(10, 0.1, 0.5), HeavyBall(10, 0.1, 0.6)],
+    ):
+        step(lin, kinds[0])
+        assert num_compiled(lambda kinds=kinds: step(lin, kinds[1])) == 0

@@ -1,5 +1,6 @@
 """The parts of `gnlin.fit` around its steps: data, history, callbacks, failures."""
 
+import csv
 import sys
 import warnings
 
@@ -1081,3 +1082,25 @@ def test_a_step_is_compiled_once(batch_size, caplog):
         fit(model, (X, T), gnlin.LevenbergMarquardt(), batch_size=batch_size, steps=3)
     compiled = [r.message for r in caplog.records if "Compiling jit(call)" in r.message]
     assert len(compiled) == 1
+
+
+def test_early_stop_by_a_measure_beside_validation_data():
+    """The measure is taken after the validation."""
+    measure = Measure({"size": lambda now: jnp.linalg.norm(now.layers[0].weight)})
+    stop = EarlyStop("size", patience=2, mode="max")
+    solution = fit(epochs=4, validation=(X, T), callbacks=[measure, stop], batch_size=4)
+    assert solution.result in (
+        optx.RESULTS.successful,
+        optx.RESULTS.nonlinear_max_steps_reached,
+    )
+    assert "finite" not in solution.reason
+
+
+def test_a_table_with_a_comma_in_a_groups_name(tmp_path):
+    group = gnlin.Residuals(lambda p, _: p - 1.0)
+    solution = gnlin.solve(jnp.zeros(2), {"a, b": group, "c": group}, max_steps=2)
+    solution.history.to_csv(tmp_path / "table.csv")
+    with open(tmp_path / "table.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert "loss/a, b" in header
+    assert {len(row) for row in rows} == {len(header)}

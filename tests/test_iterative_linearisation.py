@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,6 +294,31 @@ def test_many_literal_steps_are_announced():
         warnings.simplefilter("error")
         traced(method="flow")
         traced(form="quadratic")
+
+
+@pytest.mark.parametrize(
+    ("method", "most"), [("auto", 1.02), ("eigh", 30.0)], ids=["auto", "eigenvalues"]
+)
+def test_many_steps_in_single_precision(method, most):
+    """Squares of small singular values are rounding there. The loss of the linearised
+    model is compared with the formula in double precision; rounding made it 260 times as
+    large by eigenvalues, which `auto` took, and larger than before the steps."""
+    model = eqx.nn.MLP(1, 1, 20, 2, jnp.tanh, key=jax.random.key(0), dtype=jnp.float32)
+    x = np.linspace(-2, 2, 20, dtype=np.float32)[:, None]
+    y = jnp.asarray(np.sin(2 * x))
+    solver = gnlin.IterativeLinearisation(10**8, 1e-3, method=method)
+    trained = gnlin.solve(model, (x, y), solver, max_steps=1).model
+    weights = jax.tree.map(jnp.subtract, *eqx.filter((trained, model), eqx.is_array))
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    fn = lambda arrays: jax.vmap(eqx.combine(arrays, rest))(jnp.asarray(x))
+    outputs, change = jax.jvp(fn, (arrays,), (weights,))
+    loss = 0.5 * np.sum((outputs + change - y) ** 2)
+
+    rows = [np.reshape(a, (20, -1)) for a in jax.tree.leaves(jax.jacrev(fn)(arrays))]
+    u, s, _ = np.linalg.svd(np.concatenate(rows, axis=1).astype(float))
+    left = (1 - 1e-3 * s**2) ** 1e8 * (u.T @ np.asarray(outputs - y, float)[:, 0])
+    expected = 0.5 * np.sum(left**2)
+    assert expected / 1.02 < loss < most * expected
 
 
 @pytest.mark.parametrize(

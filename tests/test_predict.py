@@ -885,3 +885,18 @@ def test_derivatives_of_a_classifiers_variance():
         for of in (found, expected)
     )
     np.testing.assert_allclose(one, two, rtol=1e-8, atol=1e-12)
+
+
+def test_whole_numbers_beyond_32_bits_do_not_wrap():
+    """In single precision, JAX's integers have 32 bits."""
+    model = lambda p, x: p * x.astype(jnp.float32), jnp.float32(1.0)
+    x = np.array([2**33 + 1, 3])
+    with jax.enable_x64(False):
+        lin = gnlin.features.linearise_model(model, x)
+    np.testing.assert_allclose(lin.outputs, [2.0**33, 3])
+
+
+def test_a_negative_variance_is_refused():
+    lin = gnlin.linearise(lambda p, x: p * x, jnp.ones(2), jnp.ones(2))
+    with pytest.raises(ValueError, match="`variance` must"):
+        gnlin.predict.predictive_variance(lin, lin, damping=1.0, variance=-1.0)

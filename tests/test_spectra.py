@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import num_compiled
 from scipy.sparse.linalg import eigsh, LinearOperator
 
 import gnlin
@@ -470,3 +471,13 @@ def test_leading_eigenvalues_have_no_reverse_mode():
     assert along == pytest.approx(expected, rel=1e-9)
     with pytest.raises(RuntimeError, match=r"no reverse-mode .* use `jax.jvp`"):
         jax.eval_shape(jax.grad(largest), 1.0)
+
+
+def test_another_damping_runs_the_same_program():
+    lin = gnlin.linearise(lambda y, _: jnp.sin(y), jnp.arange(5.0))
+    for fn in (spectra.log_determinant, spectra.effective_dimension):
+        estimate = lambda damping, fn=fn: fn(lin, damping, key=jax.random.key(0))
+        estimate(0.1)
+        assert num_compiled(lambda estimate=estimate: estimate(0.2)) == 0
+    spectra.leading(lin, 1, tolerance=1e-3)
+    assert num_compiled(lambda: spectra.leading(lin, 1, tolerance=1e-4)) == 0

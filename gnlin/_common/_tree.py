@@ -294,6 +294,20 @@ def divided(x: PyTree[Array], norm: Scalar) -> PyTree[Array]:
     return jax.tree.map(each, x)
 
 
+@jax.custom_jvp
+def direction(x: PyTree[Array], norm: Scalar) -> PyTree[Array]:
+    """Return `x` divided by its norm, or zero if `x` is zero; derivatives are finite
+    there, too, and in any units."""
+    return divided(x, norm)
+
+
+@direction.defjvp
+def _direction_jvp(primals, tangents):
+    (x, norm), (change, _) = primals, tangents
+    unit = divided(x, norm)
+    return unit, divided(axpy(-dot(unit, change), unit, change), norm)
+
+
 def _cast(s: ScalarLike, dtype: jnp.dtype) -> ScalarLike:
     """Cast a scalar array to a dtype; leave Python numbers, which are weakly typed."""
     return s if type(s) in (int, float) else jnp.asarray(s, dtype)

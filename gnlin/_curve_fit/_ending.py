@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # A robust loss that ignores more than this part of the points may fit the wrong ones.
 _MOST = 0.5
-_OVERFLOW = "squares of the residuals overflow: start closer, or take larger units of y"
+_OVERFLOW = "the residuals' squares overflow: start closer, or take larger units of y"
 # The most undetermined directions that a message describes.
 _MOST_DIRECTIONS = 3
 

@@ -29,6 +29,7 @@ from ..spectra import Estimate
 from ._arrays import as_x
 from ._curve import Curve, Data, flat, unflattened
 from ._ending import are_determined, complaint, reason
+from ._inputs import surely
 from ._likelihood import is_known, runs_test, signs_of
 from ._problem import FitSettings, Posed
 from ._profiles import profiles
@@ -201,9 +202,10 @@ class CurveFit(eqx.Module):
         - `confidence`: the probability, between 0 and 1, of each pointwise interval, by
             Student's distribution, or the normal one if the variance was known: with a
             likelihood, or absolute `sigma` and squared error.
-        - `sigma`: the standard deviation of a new measurement, in the units of the fit's
-            `sigma` (if the fit had none, 1 stands for the noise of the data). If given,
-            the interval is for the measurement instead of the curve.
+        - `sigma`: the standard deviation of a new measurement, as one number or in the
+            structure and shapes of the curve. It is in the units of the fit's `sigma` (if
+            the fit had none, 1 stands for the noise of the data). If given, the interval
+            is for the measurement instead of the curve.
 
         **Returns:** `(mean, low, high)`, of the shapes that `f` returns; complex numbers
         hold the intervals of the real and the imaginary part.
@@ -219,15 +221,15 @@ class CurveFit(eqx.Module):
         curve = self._curve.on(self._free, fixed, x)
         known = self._end.covariance, self._end.factor(self._setting)
         mean, variance = _curve_and_errors(curve, self._free, fixed, x, *known)
+        like = curve.shapes(self._free, fixed, x)
         if sigma is not None:
             if not isinstance(self._setting.likelihood, TobitNLL | None):
                 raise ValueError(
                     "`sigma` of a band is for normal noise: leave it out, and take the "
                     "spread of a new value from its distribution."
                 )
-            variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
+            variance += (self.scale * _deviations(sigma, like)) ** 2
         width = self._quantile(confidence) * jnp.sqrt(variance)
-        like = curve.shapes(self._free, fixed, x)
         ends = mean, mean - width, mean + width
         return Band(*(unflattened(end, like) for end in ends))
 
@@ -447,6 +449,29 @@ def _sizes(values: np.ndarray) -> np.ndarray:
 _MOST = 4
 # The least residual of an outlier, in standard deviations of the noise.
 _OUTLYING = 3
+
+
+def _deviations(sigma: Any, like: PyTree) -> Float[Array, " m"]:
+    """Return the standard deviation of each number of a flattened curve."""
+    is_one = jax.tree.structure(sigma) == jax.tree.structure(0)
+    each = jax.tree.map(lambda _: sigma, like) if is_one else sigma
+
+    def of_leaf(x, given):
+        given = jnp.asarray(given, jnp.finfo(x.dtype).dtype)
+        if surely(jnp.any(given < 0)):
+            raise ValueError("`sigma` of a band must not be negative.")
+        given = jnp.broadcast_to(given, x.shape)
+        return jax.lax.complex(given, given) if jnp.iscomplexobj(x) else given
+
+    if jax.tree.structure(each) == jax.tree.structure(like):
+        shapes = [np.shape(s) for s in jax.tree.leaves(each)]
+        pairs = zip(shapes, jax.tree.leaves(like), strict=True)
+        if all(shape in ((), x.shape) for shape, x in pairs):
+            return flat(jax.tree.map(of_leaf, like, each))
+    raise ValueError(
+        "`sigma` of a band must be one number, or have the structure and the shapes of "
+        f"the curve, {jax.tree.map(jnp.shape, like)}."
+    )
 
 
 @eqx.filter_jit

@@ -46,14 +46,13 @@ class Validation:
         if not inference.takes_key:  # validation has no keys
             setting = with_shared_network(setting, carry.parameters, self._stream)
         self._fixed = setting, tuple(metrics.values()), linearised
-        self._chunks = None
-        if isinstance(self._stream, ArrayStream):
-            self._chunks = _chunks(example, setting.batch_size)
+        self._batch_size = setting.batch_size
 
     def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
         """Return the means of the loss and metrics for the arrays of a carry."""
-        batches = self._chunks
-        if batches is None:
+        if isinstance(self._stream, ArrayStream):
+            batches = _chunks(self._stream.example, self._batch_size)
+        else:
             batches = (batch.data for batch in self._stream.epoch(epoch, 0))
         sums = []
         for batch in batches:
@@ -87,11 +86,10 @@ def _check_metric(name: str, metric: Callable, outputs: Shapes, targets: PyTree)
         )
 
 
-def _chunks(data, batch_size: int | None) -> list:
+def _chunks(data: tuple, batch_size: int | None) -> Iterator[tuple]:
+    """Yield parts of the data, one at a time, so that no second copy is held."""
     num_examples = jax.tree.leaves(data[0])[0].shape[0]
     size = batch_size or _VALIDATION_BATCH
     size = max(size, min(_VALIDATION_BATCH, num_examples) // 4)
-    return [
-        jax.tree.map(lambda x, i=i: x[i : i + size], data)
-        for i in range(0, num_examples, size)
-    ]
+    for i in range(0, num_examples, size):
+        yield jax.tree.map(lambda x, i=i: x[i : i + size], data)

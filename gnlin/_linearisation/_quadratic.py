@@ -37,7 +37,7 @@ class Quadratic(eqx.Module):
     def curvature_along(self, vector: PyTree[Array]) -> Scalar:
         r"""Return $\lVert\phi v\rVert^2 / \lVert v\rVert^2$, or zero if v is zero."""
         norm = _tree.norm(vector)
-        pushed = self.jacobian.mv(_tree.divided(vector, norm))
+        pushed = self.jacobian.mv(_tree.direction(vector, norm))
         return _tree.dot(pushed, pushed).astype(norm.dtype)
 
     def curvature_along_gradient(self) -> Scalar:

@@ -120,7 +120,12 @@ class Spectrum(eqx.Module):
 
         - `filter`: g, any function of the eigenvalues; see `gnlin.filters`.
         """
-        step = self._lift(-evaluated(filter, self.eigenvalues) * self.coefficients)
+        w, g = self.eigenvalues, evaluated(filter, self.eigenvalues)
+        # An eigenvalue that is only rounding is zero here, and its eigenvector has no
+        # gradient. A filter that is large at zero would make a step out of rounding.
+        rounding = w.size * float(jnp.finfo(w.dtype).eps) * jnp.max(w, initial=0)
+        g = jnp.where((w == 0) & (g * rounding > 1), 0, g)
+        step = self._lift(-g * self.coefficients)
         if self._origin is None:
             return step
         if isinstance(filter, types.FunctionType):  # it may close over traced arrays

@@ -105,7 +105,9 @@ class IterativeLinearisation(AbstractGaussNewton):
 
     - `period`: K, a whole number of at least 1 or `math.inf`, also a traced scalar. (A
         Python number is static: another one triggers a new compilation.) With an
-        `optimiser` it may be infinite on mini-batches only.
+        `optimiser` it may be infinite on mini-batches only. With a traced K, `"auto"`
+        does not know that small singular values matter: pass `method="svd"` above
+        $0.1/\varepsilon$ steps, which are $10^6$ in single precision.
     - `learning_rate`: $\eta > 0$, a number or a traced scalar. Pass either this or an
         `optimiser`.
     - `momentum`: $\mu$ of heavy-ball momentum, at least 0 and less than 1. The velocity

@@ -288,6 +288,22 @@ def vanishes(filter: Filter) -> bool:
     return False
 
 
+# Steps of descent leave the rounding of squared singular values small, relative to what
+# they leave of the residual, if their number times eps is below this. In single
+# precision the linearised loss after 1e6 steps was off by 0.4 %, and after 1e7 by 28 %.
+_MOST_STEPS = 0.1
+
+
+def needs_accuracy(filter: Filter, cost: Cost) -> bool:
+    """Whether a step depends on singular values that their squares do not resolve, as far
+    as is known before the program runs."""
+    if not isinstance(filter, Descent) or not _is_known(filter.period):
+        return vanishes(filter)
+    momentum: Any = getattr(filter, "momentum", 0.0)
+    steps: Any = filter.period / (1 - momentum if _is_known(momentum) else 1)
+    return steps * float(np.finfo(f"f{cost.itemsize}").eps) > _MOST_STEPS
+
+
 def _is_known(number: ScalarLike) -> bool:
     """Whether a number is known before the program runs."""
     return isinstance(number, int | float | np.ndarray)
@@ -298,8 +314,8 @@ def price_of_squaring(cost: Cost, filter: Filter) -> float:
     and so squares the condition number."""
     if serves_in_two_stages(cost, filter):
         return math.inf
-    needs_accuracy = vanishes(filter) or svd_is_cheap(*cost.shape)
-    return rates().accuracy if needs_accuracy else 0.0
+    is_dear = needs_accuracy(filter, cost) or svd_is_cheap(*cost.shape)
+    return rates().accuracy if is_dear else 0.0
 
 
 def serves_in_two_stages(cost: Cost, filter: Filter) -> bool:

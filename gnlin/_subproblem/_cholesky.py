@@ -223,7 +223,7 @@ class OnParameters(AbstractMethod, AbstractByCholesky):
         return cls(problem, problem.jacobian.curvature(), cost.rows)
 
     def curvature_along_gradient(self) -> Scalar:
-        g, _ = ravel_pytree(_tree.divided(self._gradient, self.gradient_norm))
+        g, _ = ravel_pytree(_tree.direction(self._gradient, self.gradient_norm))
         return matmul(g, matmul(self.matrix, g))
 
     def solve(self, filter: Filter) -> Answer:

@@ -22,9 +22,9 @@ from ._base import (
     AbstractWay,
     Answer,
     InexactTikhonov,
+    needs_accuracy,
     price_of_squaring,
     serves_in_two_stages,
-    vanishes,
 )
 from ._cholesky import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
@@ -168,7 +168,9 @@ class EigenvaluesFirst(AbstractFirst):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        if num_trials > 1 or not vanishes(filter) or svd_is_cheap(*cost.shape):
+        if num_trials > 1 or not needs_accuracy(filter, cost):
+            return math.inf
+        if svd_is_cheap(*cost.shape):
             return math.inf
         if serves_in_two_stages(cost, filter):
             return math.inf

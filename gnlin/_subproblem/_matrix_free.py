@@ -166,7 +166,7 @@ class MatrixFree(AbstractIteration):
         if isinstance(filter, GradientFlow):
             return exact
         jacobian = self.problem.jacobian
-        start = _tree.divided(self._gradient, self.gradient_norm)
+        start = _tree.direction(self._gradient, self.gradient_norm)
         power, _ = Parameters(jacobian).power_method(
             jacobian.curvature_mv, start, _POWER_STEPS
         )

@@ -58,7 +58,7 @@ class OnSpace(AbstractIteration):
 
     def curvature_along_gradient(self) -> Scalar:
         problem, norm = self.problem, self.gradient_norm
-        pushed = problem.jacobian.mv(_tree.divided(self._gradient, norm))
+        pushed = problem.jacobian.mv(_tree.direction(self._gradient, norm))
         curved = problem.objective.curvature(problem.outputs)(pushed)
         return _tree.dot(pushed, curved).astype(norm.dtype)
 

@@ -161,7 +161,8 @@ def _as_weights(weights: object, num_examples: int, is_whole: bool) -> Array:
     if weights.shape != (num_examples,):
         raise ValueError(
             f"The weights must be one for each of the {num_examples} examples, but have "
-            f"the shape {weights.shape}."
+            f"the shape {weights.shape}: for weights of the parts of an example, such as "
+            "tokens, write a loss whose targets hold them."
         )
     if not isinstance(weights, Tracer) and is_here(weights):
         known = np.asarray(weights)

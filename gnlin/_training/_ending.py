@@ -200,8 +200,9 @@ def of_statistics(model: PyTree, state: PyTree) -> str:
             return (
                 f"After {steps.max()} steps, {initial:.0%} of the running variances of "
                 "batch normalisation is still their initial value, so that the model in "
-                "inference mode is not the one that was trained: use "
-                "`equinox.nn.BatchNorm(..., momentum=0.9)`, or make more steps."
+                "inference mode is not the one that was trained: make more steps, or "
+                "pass `equinox.nn.BatchNorm` a smaller `momentum` than "
+                f"{norm.momentum:g}, such as {min(0.9, norm.momentum**2):.2g}."
             )
     return ""
 

@@ -51,5 +51,5 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
             "solver."
         )
     said = " ".join(optx.RESULTS[result].split()).split(". ")[0]
-    advice = " Use more damping, or another `method`." if name == "failed" else ""
-    return f"{said}; {last}.{advice}"
+    advice = " Use more damping, double precision, or another method, such as "
+    return f"{said}; {last}." + f'{advice}`method="svd"`.' * (name == "failed")

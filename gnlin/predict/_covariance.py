@@ -26,7 +26,7 @@ from .._linearisation._retraction import flaw_of, Retraction
 from .._subproblem import choose
 from .._training._data import as_batch
 from .._training._group_network import GroupNetwork
-from .._training._model import Frozen, make_network, Network
+from .._training._model import Frozen, make_network, Network, with_fixed_state
 from .._training._prior import Prior
 from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
 from .._training._solution import model_and_spec, Solution
@@ -128,7 +128,8 @@ def covariance(
     check_loss(loss)
     check_flag("absolute_sigma", absolute_sigma)
     check_count("memory_budget", memory_budget)
-    deviation = model.prior if isinstance(model, Solution) else None
+    solution = model if isinstance(model, Solution) else None
+    deviation = None if solution is None else solution.prior
     if deviation is not None and not absolute_sigma:
         raise ValueError(
             "The model was trained with a prior in units of the noise: pass weights that "
@@ -139,6 +140,8 @@ def covariance(
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses
     if groups is None:
+        if solution is not None:
+            model = with_fixed_state(eqx.nn.inference_mode(model), solution.state)
         batch = as_batch(data)
         parameters, network = make_network(model, filter_spec)
         batch = network.args(batch[0], None, None), *batch[1:]
