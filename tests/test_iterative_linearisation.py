@@ -312,7 +312,7 @@ def test_many_steps_in_single_precision(method, most):
     arrays, rest = eqx.partition(model, eqx.is_array)
     fn = lambda arrays: jax.vmap(eqx.combine(arrays, rest))(jnp.asarray(x))
     outputs, change = jax.jvp(fn, (arrays,), (weights,))
-    loss = 0.5 * np.sum((outputs + change - y) ** 2)
+    loss = float(0.5 * np.sum((outputs + change - y) ** 2))
 
     rows = [np.reshape(a, (20, -1)) for a in jax.tree.leaves(jax.jacrev(fn)(arrays))]
     u, s, _ = np.linalg.svd(np.concatenate(rows, axis=1).astype(float))

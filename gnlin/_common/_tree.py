@@ -229,10 +229,10 @@ def total(tree: PyTree[Array], dtype: jnp.dtype) -> Scalar:
 def norm(a: PyTree[Array]) -> Scalar:
     """Return the Euclidean norm, without overflow of squares in single precision."""
     if dtype(a) == jnp.float64:
-        return root(dot(a, a))
+        return jnp.sqrt(dot(a, a))
     largest = fixed(unit(a))  # on which the norm does not depend
     scaled = [x / largest.astype(x.dtype) for x in joined(a)]
-    return (largest * root(dot(scaled, scaled))).astype(dtype(a))
+    return (largest * jnp.sqrt(dot(scaled, scaled))).astype(dtype(a))
 
 
 def root(x: Array) -> Array:
