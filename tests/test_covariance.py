@@ -4,11 +4,13 @@ formulas, and with the standard errors of a curve."""
 import functools
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
+from fit_problems import Normalised
 
 import gnlin
 from gnlin.predict import _covariance, covariance
@@ -269,3 +271,22 @@ def test_the_curvature_of_a_robust_loss_is_its_second_derivative(part):
     np.testing.assert_allclose(errors["slope"], curved**-0.5, rtol=1e-10)
     assert np.isinf(errors["far"])
     np.testing.assert_allclose(variance, 1 / (curved + prior**-2), rtol=1e-10)
+
+
+def test_a_solution_with_batch_statistics():
+    """They are fixed, as in the prediction."""
+    x = np.random.default_rng(1).normal(size=(20, 3))
+    y = np.stack([x[:, 0], x[:, 1] * x[:, 2]], axis=1)
+    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0))
+    found = gnlin.fit(model, (x, y), state=state, batch_size=20, steps=40, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run ends before the minimum
+        known = covariance(found, (x, y), absolute_sigma=False)
+
+        def fixed(parameters, x):
+            return parameters(x, found.state)[0]
+
+        pair = fixed, eqx.nn.inference_mode(found.model)
+        expected = covariance(pair, (x, y), absolute_sigma=False)
+    of = lambda model: model.last.bias
+    np.testing.assert_allclose(known.derived(of)[1], expected.derived(of)[1], rtol=1e-6)

@@ -247,6 +247,30 @@ def test_a_band_is_infinite_where_the_data_do_not_determine_the_curve():
     assert high[-1] == -low[-1] == np.inf
 
 
+def test_a_band_for_measurements_of_any_structure():
+    """For each measurement, its own deviation is added to that of the curve."""
+
+    def f(p, x):
+        turn = p["a"] * jnp.cos(p["rate"] * x), p["a"] * jnp.sin(p["rate"] * x)
+        return {"both": jax.lax.complex(*turn), "size": p["a"] * jnp.ones_like(x)}
+
+    y = {"both": 2.5 * np.exp(0.5j * X) + NOISE, "size": 2.5 + NOISE[::-1]}
+    known = {"sigma": 0.05, "absolute_sigma": True}
+    fit = gnlin.curve_fit(f, X, y, {"a": 2.0, "rate": 0.4}, **known, **QUICK)
+    sigma = {"both": SIGMA, "size": 0.1}
+    curve, new = fit.band(X), fit.band(X, sigma=sigma)
+    for name, own in (("both", SIGMA), ("size", np.full(50, 0.1))):
+        widths = [np.asarray(band.high[name] - band.mean[name]) for band in (curve, new)]
+        for part in (np.real, np.imag) if name == "both" else (np.real,):
+            old, all_ = map(part, widths)
+            np.testing.assert_allclose(all_, np.hypot(old, 1.959964 * own), rtol=1e-6)
+    for wrong in ({"both": SIGMA}, np.ones(3), {"both": SIGMA, "size": np.ones(3)}):
+        with pytest.raises(ValueError, match="`sigma` of a band must be one number, or"):
+            fit.band(X, sigma=wrong)
+    with pytest.raises(ValueError, match="must not be negative"):
+        fit.band(X, sigma=-1.0)
+
+
 def test_the_bands_are_the_derivatives_formula():
     fit = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)
     x = np.array([0.0, 1.0, 7.0])

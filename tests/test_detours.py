@@ -157,7 +157,9 @@ def test_networks(train):
     if train == "fit":
         call = functools.partial(gnlin.fit, steps=60)
     run = call(Wave(jax.random.key(1)), data, WITH, progress=False)
-    assert (np.diff(run.history.loss) <= 1e-12 * run.history.loss[:-1]).all()
+    # The rounding of the outputs, which are about 1, times the residuals.
+    rounding = 1e-15 * run.history.loss**0.5
+    assert (np.diff(run.history.loss) <= rounding[:-1]).all()
     residual = jax.vmap(run.model)(x) - data[1]
     scale = 0.5 if train == "solve" else 0.5 / len(x)
     np.testing.assert_allclose(run.loss, scale * jnp.sum(residual**2), rtol=1e-6)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fit_problems import Normalised
 from jax.flatten_util import ravel_pytree
 
 import gnlin
@@ -379,3 +380,31 @@ def test_the_distance_between_two_runs():
     result, _ = trained(seed=1, epochs=1, callbacks=[between])
     expected = 1 - cosine(dense_kernel(result.model), dense_kernel(other.model))
     assert result.history["apart"][-1] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_kernel_of_a_model_with_a_state_and_a_key():
+    """In inference mode, dropout does nothing and the statistics are fixed."""
+
+    class Both(eqx.Module):
+        net: Normalised
+        dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.5)
+
+        def __call__(self, x, state, *, key):
+            out, state = self.net(x, state)
+            return self.dropout(out, key=key), state
+
+    net, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0))
+    expected = gnlin.TangentKernel(net, state=state)(X)
+    np.testing.assert_allclose(gnlin.TangentKernel(Both(net), state=state)(X), expected)
+    velocity = gnlin.callbacks.KernelVelocity(X, every=1)
+    gnlin.fit(
+        net,
+        (X, LABELS),
+        loss=gnlin.SoftmaxCrossEntropy(),
+        state=state,
+        batch_size=5,
+        steps=2,
+        callbacks=[velocity],
+        progress=False,
+    )
+    assert np.all(np.isfinite(velocity.last))

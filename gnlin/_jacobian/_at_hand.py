@@ -52,16 +52,10 @@ class AtHand(AbstractJacobian):
         pulled = [block.pull_back(cotangent).astype(x.dtype) for block, x in pairs]
         return self.domain.treedef.unflatten(pulled)
 
-    @property
-    def is_matrix(self) -> bool:
-        """Whether to treat the Jacobian as one matrix: all its blocks are plain rows, or
-        it is so small that factored blocks save nothing."""
-        m, _ = self.shape
-        is_small = m * self.domain.nbytes <= _SMALL
-        return is_small or all(isinstance(block, Rows) for block in self._blocks)
-
     def of_one_array(self) -> "AtHand":
-        if not self.is_matrix:
+        m, _ = self.shape
+        is_small = m * self.domain.nbytes <= _SMALL  # factored blocks save nothing
+        if not (is_small or all(isinstance(block, Rows) for block in self._blocks)):
             return self
         matrix = self.as_matrix()
         domain = Structure.of(matrix[0])

@@ -240,8 +240,3 @@ def _spread(
             f"shapes, {jax.tree.map(jnp.shape, y)}, but have the shapes "
             f"{jax.tree.map(np.shape, bound)}."
         ) from error
-
-
-def free_scale(blocked: PyTree[Bool[Array, "..."]], y: PyTree[Array]) -> PyTree[Array]:
-    """Return divisors of the Jacobian's columns that make blocked columns zero."""
-    return jax.tree.map(lambda b, x: jnp.where(b, jnp.inf, 1).astype(x.dtype), blocked, y)

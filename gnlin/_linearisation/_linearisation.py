@@ -33,7 +33,7 @@ from .._jacobian import (
     Stacked,
     WithPrior,
 )
-from ._bounds import Box, free_scale
+from ._bounds import Box
 from ._retraction import Retraction
 from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
 
@@ -182,7 +182,9 @@ class Linearisation(eqx.Module):
     def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
         """Return the linearisation with bounds, and with zero columns for the `blocked`
         parameters, which stay where they are."""
-        jacobian = ScaledColumns.of(self.jacobian, free_scale(blocked, self.point))
+        infinite = lambda b, x: jnp.where(b, jnp.inf, 1).astype(x.dtype)
+        scale = jax.tree.map(infinite, blocked, self.point)
+        jacobian = ScaledColumns.of(self.jacobian, scale)
         box = box.without(blocked, self.point)
         return dataclasses.replace(self, jacobian=jacobian, box=box)
 

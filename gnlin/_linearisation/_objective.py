@@ -30,10 +30,10 @@ class AbstractObjective(eqx.Module):
     is_sample: AbstractVar[bool]
 
     @property
-    def is_noisy(self) -> bool:
-        """Whether examples carry noise that differs between samples. Measured data do;
-        points that are drawn for a differential equation do not."""
-        return True
+    def is_drawn(self) -> bool:
+        """Whether the examples of each step are drawn, as points for a differential
+        equation are. Unlike measured data they carry no noise that differs."""
+        return False
 
     @property
     @abc.abstractmethod
@@ -305,10 +305,6 @@ class GroupLoss(AbstractObjective):
     parts: Mapping[str, BatchLoss]
     is_sample: bool = eqx.field(static=True)
     is_drawn: bool = eqx.field(static=True, default=False)
-
-    @property
-    def is_noisy(self) -> bool:
-        return not self.is_drawn
 
     def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
         return {name: part.value(outputs[name]) for name, part in self.parts.items()}

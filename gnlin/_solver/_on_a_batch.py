@@ -75,7 +75,7 @@ def step_on_a_batch(
 
     curvature = jax.lax.cond(memory.curvature > 0, lambda: memory.curvature, along)
     unit = jnp.where(curvature > 0, curvature, 1)
-    noiseless = objective.is_quadratic and not objective.is_noisy
+    noiseless = objective.is_quadratic and objective.is_drawn
     relative = _relative_damping(solver, num_examples, noiseless)
     damping = jnp.asarray(relative, unit.dtype) * unit
     answer = subproblem.solve(InexactTikhonov(damping))

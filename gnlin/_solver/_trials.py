@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -74,28 +74,6 @@ class Proposal(eqx.Module):
     passes: Passes
 
 
-class _Known(NamedTuple):
-    """Numbers that all trials at a linearisation share.
-
-    - `attainable`: the predicted decrease of the undamped step.
-    - `least_damping`, `largest_damping`: the limits of the dampings.
-    - `point_size`: the length of the point in the damped variables.
-    - `rounding`: the rounding of the loss.
-    - `least_second`: the rounding of the second derivative along a step.
-    - `loss`: the loss at the linearisation.
-    - `before`: the loss where the detour left, or `loss` if there is no detour.
-    """
-
-    attainable: Scalar
-    least_damping: Scalar
-    largest_damping: Scalar
-    point_size: Scalar
-    rounding: Scalar
-    least_second: Scalar
-    loss: Scalar
-    before: Scalar
-
-
 @dataclasses.dataclass
 class Trials:
     """The dampings of a rule at one linearisation, tried with one factorisation.
@@ -108,6 +86,16 @@ class Trials:
     - `problem`: the linearised problem, if its Jacobian is in memory.
     - `as_tree`: a function that unravels the parameters of `lin`.
     - `detour`: where a detour left, if the linearisation may be on one.
+
+    All trials share some numbers:
+
+    - `attainable`: the predicted decrease of the undamped step.
+    - `least_damping`, `largest_damping`: the limits of the dampings.
+    - `point_size`: the length of the point in the damped variables.
+    - `rounding`: the rounding of the loss.
+    - `least_second`: the rounding of the second derivative along a step.
+    - `loss`: the loss at the linearisation.
+    - `before`: the loss where the detour left, or `loss` if there is no detour.
     """
 
     objective: AbstractObjective
@@ -125,9 +113,6 @@ class Trials:
     def __post_init__(self):
         self.dtype = _tree.dtype((self.lin.point, self.lin.outputs))
         self.eps = _tree.eps((self.lin.point, self.lin.outputs))
-        self.known = self._known()
-
-    def _known(self) -> _Known:
         lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
         largest = subproblem.largest_curvature().astype(dtype)
         # A smaller damping has no effect, and a larger one allows no step.
@@ -152,22 +137,17 @@ class Trials:
         if self.problem is not None and self.acceleration:
             outputs = rounding_of_outputs(self.problem, lin.point)
             least_second = _ROUNDINGS / _PART**2 * outputs
-        return _Known(
-            subproblem.attainable_decrease(least).astype(dtype),
-            least,
-            unit / self.eps**2,
-            size,
-            rounding_of_loss(before, self.problem, lin.point),
-            least_second,
-            loss,
-            before,
-        )
+        self.attainable = subproblem.attainable_decrease(least).astype(dtype)
+        self.least_damping, self.largest_damping = least, unit / self.eps**2
+        self.point_size, self.least_second = size, least_second
+        self.rounding = rounding_of_loss(before, self.problem, lin.point)
+        self.loss, self.before = loss, before
 
     @property
     def is_finite(self) -> Bool[Array, ""]:
         """Whether the linearisation is finite. If not, nothing is tried."""
         norm = self.subproblem.gradient_norm
-        return jnp.isfinite(norm) & jnp.isfinite(self.known.loss)
+        return jnp.isfinite(norm) & jnp.isfinite(self.loss)
 
     def begun(self) -> TrialOutcome:
         """Return the outcome before the first trial."""
@@ -190,10 +170,10 @@ class Trials:
 
     def proposed(self, last: TrialOutcome) -> Proposal:
         """Return the next step to try."""
-        lin, subproblem, known, dtype = self.lin, self.subproblem, self.known, self.dtype
+        lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
         damping = self.rule.damping(last.state, subproblem, lin.point)
         damping = jnp.asarray(damping, dtype)
-        damping = jnp.clip(damping, known.least_damping, known.largest_damping)
+        damping = jnp.clip(damping, self.least_damping, self.largest_damping)
         accelerated = self.acceleration
         filter = InexactTikhonov(damping)
         held = subproblem.factorised(filter) if accelerated else subproblem
@@ -231,7 +211,7 @@ class Trials:
         for the whitened second derivative of the outputs along the step. The derivative
         is computed as a difference of outputs. There is no correction if it is not
         finite, as at the edge of the function's domain, or only its rounding."""
-        lin, least = self.lin, self.known.least_second
+        lin, least = self.lin, self.least_second
         ahead, pushed = self.evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
 
         def second(ahead, here, pushed):
@@ -254,17 +234,17 @@ class Trials:
     ) -> tuple[TrialOutcome, Bool[Array, ""]]:
         """Return the outcome after a trial with these outputs, and whether its step is
         the one to take so far."""
-        lin, rule, known = self.lin, self.rule, self.known
+        lin, rule = self.lin, self.rule
         damping, step, predicted = proposal.damping, proposal.step, proposal.predicted
-        fallen, rounding = known.before - known.loss, known.rounding
-        attainable, predicted = known.attainable + fallen, predicted + fallen
+        fallen, rounding = self.before - self.loss, self.rounding
+        attainable, predicted = self.attainable + fallen, predicted + fallen
         share = jnp.where(attainable > 0, predicted / attainable, 1)
-        before = jnp.where(known.before > 0, known.before, jnp.inf)
+        before = jnp.where(self.before > 0, self.before, jnp.inf)
         part = predicted / jnp.minimum(attainable, before)
         actual = self.objective.decrease(lin.outputs, outputs).astype(self.dtype)
         if self.detour is not None:  # The sum of two decreases would cancel.
             loss = self.objective.value(outputs).astype(self.dtype)
-            actual = jnp.where(self.detour.is_on, known.before - loss, actual)
+            actual = jnp.where(self.detour.is_on, self.before - loss, actual)
         # An approximate step may be uphill. Reject it by an infinite prediction.
         predicted = jnp.where(predicted < -rounding, jnp.inf, predicted)
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
@@ -274,7 +254,7 @@ class Trials:
             ratio=jnp.where(noise, 1, jnp.minimum(ratio, 1)),
             accepted=_tree.all_finite((lin.moved(step), outputs)) & proposal.gentle,
             length=proposal.length,
-            size=known.point_size,
+            size=self.point_size,
             share=share.astype(self.dtype),
             noise=noise,
             part=jnp.where(attainable > 0, part, 1).astype(self.dtype),
@@ -289,11 +269,11 @@ class Trials:
         leaves, detour = last.leaves, last.detour
         if self.detour is not None:
             is_detour = rule.is_detour(last.state)
-            resolved = -actual * _FAR * self.eps <= known.loss
+            resolved = -actual * _FAR * self.eps <= self.loss
             leaves, takes = is_detour & accepted & resolved, takes & ~is_detour
             detour = _tree.where(leaves, step, last.detour)
         # This also stops at a damping of NaN.
-        goes_on = rule.goes_on(state, trial) & (damping < known.largest_damping)
+        goes_on = rule.goes_on(state, trial) & (damping < self.largest_damping)
         num_tried = last.num_tried + 1
         outcome = TrialOutcome(
             damping=jnp.where(takes, damping, last.damping),
