@@ -91,8 +91,10 @@ def _dispatch(given: argparse.Namespace) -> int:
         return 0
     if name == "report":
         _prepare(None)
-        folder = given.out or Path("results")
-        return _report(folder) or _against(folder, given.against)
+        folder, other = given.out or Path("results"), given.against
+        if other is not None and not other.is_file():
+            raise Refusal(f"There is no report '{other}' to compare with.")
+        return _report(folder) or _against(folder, other)
     if name == "rejudge":
         return _rejudge(given.parts)
     if name == "keep":

@@ -388,6 +388,8 @@ class Folder:
     def _compare(self, resume: bool) -> None:
         before = _results.read_settings(self.path)
         if before is None:
+            if resume:
+                print(f"'{self.path}' holds no runs to resume: they start anew.")
             return
         for key, value in self.described.items():
             if before.get(key) != value:

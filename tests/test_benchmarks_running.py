@@ -246,8 +246,9 @@ def test_files_of_other_settings_are_refused_wherever_they_came_from(calls, tmp_
     calls.run(tmp_path / "a", resume=True)
 
 
-def test_resume_without_results_starts(calls, tmp_path):
+def test_resume_without_results_starts_and_says_so(calls, tmp_path, capsys):
     calls.run(tmp_path / "new", resume=True)
+    assert "holds no runs to resume: they start anew" in capsys.readouterr().out
     assert calls.trained.total() == 3
 
 
