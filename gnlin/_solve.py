@@ -69,7 +69,10 @@ def solve(
     r"""Train a model on a full batch.
 
     The whole run is one compiled program, and works under `jax.jit` and `jax.vmap`, both
-    over a solver's hyperparameters and over models.
+    over a solver's hyperparameters and over models. The result of a few steps has
+    derivatives with respect to hyperparameters, data and models in forward mode
+    (`jax.jvp`, `jax.jacfwd`). Reverse mode is an error, because the number of steps is
+    not known in advance.
 
     **Arguments:**
 
