@@ -2090,6 +2090,16 @@ def test_columns_of_whole_numbers_that_a_function_joins():
         np.testing.assert_allclose(found, y, rtol=1e-5)
 
 
+def test_two_columns_that_must_become_floats_together():
+    """`jax.lax.sub` takes arrays of one dtype only, and bytes would wrap."""
+    i, j = np.arange(20, dtype=np.uint8), np.arange(20, dtype=np.uint8)[::-1].copy()
+    f = lambda p, x: p["a"] * jax.lax.sub(x["i"], x["j"]) + p["b"]
+    y = 0.1 * (i.astype(float) - j) + 2
+    with jax.numpy_dtype_promotion("standard"):
+        fit = gnlin.curve_fit(f, {"i": i, "j": j}, y, {"a": 1.0, "b": 0.0}, **QUICK)
+    np.testing.assert_allclose(list(fit.parameters.values()), [0.1, 2], rtol=1e-6)
+
+
 def test_a_model_with_whole_numbers_as_x():
     class Bowl(eqx.Module):
         middle: jax.Array

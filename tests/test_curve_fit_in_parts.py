@@ -406,7 +406,7 @@ def test_what_needs_all_data_is_refused():
     )
     fit = of(sigma=SIGMA)
     assert fit.residuals is None
-    for method in ("confidence_intervals", "outliers", "runs_test", "plot"):
+    for method in ("confidence_intervals", "runs_test", "plot"):
         with pytest.raises(ValueError, match=rf"`{method}` needs all data in memory"):
             getattr(fit, method)()
     with pytest.raises(ValueError, match="Complex values need squared error"):

@@ -1096,11 +1096,17 @@ def test_early_stop_by_a_measure_beside_validation_data():
     assert "finite" not in solution.reason
 
 
+def test_early_stop_by_a_measure_whose_name_is_like_that_of_validation():
+    measure = Measure({"validity": lambda now: jnp.linalg.norm(now.layers[0].weight)})
+    solution = fit(callbacks=[measure, EarlyStop("validity", mode="max")])
+    assert "validity" in solution.history
+
+
 def test_a_table_with_a_comma_in_a_groups_name(tmp_path):
     group = gnlin.Residuals(lambda p, _: p - 1.0)
-    solution = gnlin.solve(jnp.zeros(2), {"a, b": group, "c": group}, max_steps=2)
+    solution = gnlin.solve(jnp.zeros(2), {"a, b": group, 'c"': group}, max_steps=2)
     solution.history.to_csv(tmp_path / "table.csv")
     with open(tmp_path / "table.csv", newline="") as file:
         header, *rows = csv.reader(file)
-    assert "loss/a, b" in header
+    assert {"loss/a, b", 'loss/c"'} < set(header)
     assert {len(row) for row in rows} == {len(header)}

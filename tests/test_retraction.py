@@ -472,3 +472,25 @@ def test_a_row_and_entries_are_told_apart(fn, is_a_row):
     expected = fn(row, step) if is_a_row else one_by_one
     np.testing.assert_allclose(retraction.moved(row, step), expected, rtol=1e-12)
     assert retraction.flaw(row) == "" or not is_a_row
+
+
+def test_the_derivative_of_an_entry_that_is_zero():
+    """The Jacobian along the retraction has an entry a, which is zero at a = 0. The step
+    depends on a all the same."""
+
+    def moved(row, step):
+        angle = jnp.arctan2(row[1], row[0]) + step[0]
+        return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+
+    def residuals(y, a):
+        return jnp.stack([a * y[0, 1] - 0.3, y[0, 1] - 0.5, 0.2 * y[0, 0]])
+
+    def stepped(a):
+        lin = gnlin.linearise(residuals, jnp.array([[1.0, 0.0]]), a)
+        lin = lin.along(Retraction([moved], [False])).materialise()
+        return lin.spectrum().step(gnlin.filters.Tikhonov(0.1))[0, 0]
+
+    # The rows are (a, 1, 0), and the residuals (-0.3, -0.5, 0.2).
+    by_hand = lambda a: (0.3 * a + 0.5) / (a**2 + 1.1)
+    np.testing.assert_allclose(stepped(0.0), by_hand(0.0), rtol=1e-12)
+    np.testing.assert_allclose(jax.jacfwd(stepped)(0.0), 0.3 / 1.1, rtol=1e-9)

@@ -43,8 +43,10 @@ def as_jax_reads(value: np.ndarray) -> np.ndarray:
     value = value.astype(value.dtype.newbyteorder("="), copy=False)
     if value.dtype.kind in "iu":
         kind = jax.dtypes.canonicalize_dtype(value.dtype)
-        wraps = kind != value.dtype and np.any(value.astype(kind) != value)
-        value = value.astype(float) if wraps else value
+        if kind != value.dtype and value.size > 0:
+            info, ends = np.iinfo(kind), (value.min(), value.max())  # makes no copy
+            fits = info.min <= ends[0] and ends[1] <= info.max
+            value = value if fits else value.astype(float)
     return value
 
 

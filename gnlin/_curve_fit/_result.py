@@ -342,7 +342,6 @@ class CurveFit(eqx.Module):
         """Return the indices of outliers; with several data sets, rows `(set, point)`. At
         an outlier a robust loss pulls less than a third as much as squared error, and the
         residual exceeds three standard deviations of the noise."""
-        self._at_hand("outliers")
         if not isinstance(self._setting.loss, AbstractRobust):
             return np.zeros(0, int)
         pulls, sizes = np.abs(self._pulls()), np.abs(np.asarray(self.residuals))
@@ -453,6 +452,7 @@ _OUTLYING = 3
 
 def _deviations(sigma: Any, like: PyTree) -> Float[Array, " m"]:
     """Return the standard deviation of each number of a flattened curve."""
+    sigma = np.asarray(sigma) if isinstance(sigma, list) else sigma
     is_one = jax.tree.structure(sigma) == jax.tree.structure(0)
     each = jax.tree.map(lambda _: sigma, like) if is_one else sigma
 
@@ -466,12 +466,20 @@ def _deviations(sigma: Any, like: PyTree) -> Float[Array, " m"]:
     if jax.tree.structure(each) == jax.tree.structure(like):
         shapes = [np.shape(s) for s in jax.tree.leaves(each)]
         pairs = zip(shapes, jax.tree.leaves(like), strict=True)
-        if all(shape in ((), x.shape) for shape, x in pairs):
+        if all(_fits(shape, x.shape) for shape, x in pairs):
             return flat(jax.tree.map(of_leaf, like, each))
     raise ValueError(
         "`sigma` of a band must be one number, or have the structure and the shapes of "
         f"the curve, {jax.tree.map(jnp.shape, like)}."
     )
+
+
+def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of a shape can be broadcast to another shape."""
+    try:
+        return np.broadcast_shapes(shape, whole) == whole
+    except ValueError:
+        return False
 
 
 @eqx.filter_jit

@@ -53,8 +53,10 @@ def with_floats(
         except Exception:  # whatever the function raises
             return False
 
+    if are_read(whole):
+        return dtypes(whole)
     chosen: tuple[int, ...] = ()
-    for k in whole:
+    for k in whole if len(whole) > 1 else ():
         if are_read((*chosen, k)):
             chosen = *chosen, k
     return dtypes(chosen)

@@ -188,5 +188,6 @@ def _retracted_block(
     # zero. A column of them would be solved for like any other, or be scaled up.
     turned, terms = product(rows, matrix), product(jnp.abs(rows), jnp.abs(matrix))
     least = _ROUNDINGS * float(jnp.finfo(turned.dtype).eps) * terms
-    turned = jnp.where(jnp.abs(turned) <= least, 0, turned)
+    rounding = jnp.where(jnp.abs(turned) <= least, turned, 0)
+    turned -= jax.lax.stop_gradient(rounding)
     return Rows(turned.reshape(whole.shape).astype(rows.dtype))

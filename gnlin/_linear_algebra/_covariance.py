@@ -16,7 +16,7 @@ from . import _small_svd
 # A function of the parameters is determined if less than this multiple of eps of it lies
 # in directions that do not change the residuals: this part is rounding.
 _ROUNDINGS = 10
-# Less than this part of such a direction, seen along a retraction, is rounding.
+# A part of a function, or of a direction along a retraction, below this may be rounding.
 _PART = 1e-6
 
 
@@ -75,12 +75,14 @@ class Covariance(NamedTuple):
         """Whether the residuals determine n linear functions of the parameters.
 
         The singular values of `directions` are at most `least`. A function is not
-        determined if these directions at least double its variance."""
+        determined if these directions add a hundredth to its variance, or, where they are
+        so small a part of it that they may be rounding, if they double it."""
         part = jnp.linalg.norm(matmul(matrix, self.directions.T), axis=1)
         whole = jnp.linalg.norm(matrix / self.units[None], axis=1)
         known = jnp.linalg.norm(matmul(matrix, self.factor), axis=1)
         eps = float(jnp.finfo(whole.dtype).eps)
-        return (part <= _ROUNDINGS * eps * whole) | (part <= self.least * known)
+        allowed = jnp.where(part <= _PART * whole, 1, 0.1) * self.least * known
+        return (part <= _ROUNDINGS * eps * whole) | (part <= allowed)
 
     def moved_by(self, tangents: Float[Array, "k k"]) -> "Covariance":
         r"""Return the covariance of the parameters, if this is that of steps, which move

@@ -1,5 +1,7 @@
 """The result of a run: the model, how the run ended, and a table of its steps."""
 
+import csv
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -122,9 +124,10 @@ class History(eqx.Module, Mapping[str, Any]):
     def to_csv(self, path: str | os.PathLike) -> None:
         """Write comma-separated values, with the names in the first row."""
         table = np.stack(list(self._of_one_run().values()), axis=1)
-        quoted = (name.replace('"', '""') for name in self._names)
-        header = ",".join(f'"{name}"' if "," in name else name for name in quoted)
-        np.savetxt(path, table, "%.17g", delimiter=",", header=header, comments="")
+        header = io.StringIO()
+        csv.writer(header, lineterminator="").writerow(self._names)
+        head = {"header": header.getvalue(), "comments": ""}
+        np.savetxt(path, table, "%.17g", delimiter=",", **head)
 
     def _of_one_run(self) -> dict[str, np.ndarray]:
         if np.ndim(self["step"]) != 1:

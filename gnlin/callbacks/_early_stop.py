@@ -62,10 +62,13 @@ class EarlyStop(Callback):
     def on_start(self, run: Run) -> None:
         columns = run.history.columns
         of_steps = self.monitor in COLUMNS or self.monitor.startswith("loss/")
-        validated = of_steps or self.monitor.startswith("valid")
+        is_validated = "validation_loss" in columns
         # A measure is judged when its row has it, which may be after the validation.
-        self.events = "validations" if validated else "measurements"
-        if validated and "validation_loss" not in columns:
+        of_validation = of_steps or self.monitor.startswith("validation_")
+        is_judged_there = is_validated and of_validation
+        self.events = "validations" if is_judged_there else "measurements"
+        missing = self.monitor not in columns and self.monitor.startswith("valid")
+        if not is_validated and (of_steps or missing):
             raise ValueError(
                 "`EarlyStop` needs validation data: pass `validation` to `gnlin.fit`, or "
                 "monitor a column of `gnlin.callbacks.Measure`."

@@ -328,9 +328,10 @@ def _tuned(posterior: Posterior) -> Posterior:
 
 def _warn_of_rounding(posterior: Posterior, stacklevel: int = 3) -> None:
     """Warn if rounding dominates the mean, unless the numbers are traced."""
-    if not isinstance(posterior._basis, Eigenbasis):
+    basis = posterior._basis
+    if not (posterior._moves and isinstance(basis, Eigenbasis)):
         return
-    damping, least = posterior.damping, posterior._basis.least_damping
+    damping, least = posterior.damping, basis.least_damping
     if is_traced((damping, least)) or damping >= least:
         return
     precision = "double precision, " if jnp.finfo(damping.dtype).bits < 64 else ""
