@@ -13,10 +13,8 @@ from .._common._tree import matmul
 from . import _small_svd
 
 
-# A function of the parameters is determined if less than this multiple of eps of it lies
-# in directions that do not change the residuals: this part is rounding.
-_ROUNDINGS = 10
-# A part of a function, or of a direction along a retraction, below this may be rounding.
+# A parameter, or a function of them, is undetermined if more than this part of it lies in
+# directions that do not change the residuals. Rounding is less, about the root of eps.
 _PART = 1e-6
 
 
@@ -30,8 +28,7 @@ class Covariance(NamedTuple):
         other rows are zero.
     - `is_whole`: whether no negative curvature of the loss had to be left out.
     - `units`: the lengths of the Jacobian's columns; infinite for parameters not free.
-    - `least`: singular values below this are not known to be more than zero, after the
-        columns are scaled to length 1.
+    - `rounding`: the part of a function that may lie in `directions` by rounding.
     """
 
     factor: Float[Array, "k k"]
@@ -40,7 +37,7 @@ class Covariance(NamedTuple):
     directions: Float[Array, "k k"]
     is_whole: Bool[Array, ""]
     units: Float[Array, " k"]
-    least: Float[Array, ""]
+    rounding: Float[Array, ""]
 
     def matrix(self, variance: Scalar) -> Float[Array, "k k"]:
         """Return the covariance. For undetermined parameters it is infinite on the
@@ -72,17 +69,10 @@ class Covariance(NamedTuple):
         return jnp.where(self.determines(matrix), known, jnp.inf)
 
     def determines(self, matrix: Float[Array, "n k"]) -> Bool[Array, " n"]:
-        """Whether the residuals determine n linear functions of the parameters.
-
-        The singular values of `directions` are at most `least`. A function is not
-        determined if these directions add a hundredth to its variance, or, where they are
-        so small a part of it that they may be rounding, if they double it."""
-        part = jnp.linalg.norm(matmul(matrix, self.directions.T), axis=1)
+        """Whether the residuals determine n linear functions of the parameters."""
+        change = jnp.linalg.norm(matmul(matrix, self.directions.T), axis=1)
         whole = jnp.linalg.norm(matrix / self.units[None], axis=1)
-        known = jnp.linalg.norm(matmul(matrix, self.factor), axis=1)
-        eps = float(jnp.finfo(whole.dtype).eps)
-        allowed = jnp.where(part <= _PART * whole, 1, 0.1) * self.least * known
-        return (part <= _ROUNDINGS * eps * whole) | (part <= allowed)
+        return change <= self.rounding * whole
 
     def moved_by(self, tangents: Float[Array, "k k"]) -> "Covariance":
         r"""Return the covariance of the parameters, if this is that of steps, which move
@@ -148,20 +138,24 @@ def covariance(
     rows = jnp.diag(jnp.where(free, 0, 1).astype(jacobian.dtype))
     held = jnp.concatenate([jacobian / units[None], rows])
     factor, s, vt = _inverse_factor(held, length)
-    known, least = s > 0, (length * jnp.finfo(s.dtype).eps * s[0]).astype(s.dtype)
+    known = s > 0
     factor = jnp.where((norms > 0)[:, None], factor / units[:, None], 0)
     parts = jnp.where(known[:, None], 0, vt)
-    found = Covariance(
-        factor=jnp.where(finite, factor, jnp.nan),
-        rank=jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0),
-        determined=jnp.ones(k, bool),
-        directions=jnp.where(free[None] & finite, parts / units[None], 0),
+    undetermined = free & finite & (jnp.linalg.norm(parts, axis=0) > _PART)
+    directions = jnp.where(free[None] & finite, parts / units[None], 0)
+    rank = jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0)
+    factor = jnp.where(finite, factor, jnp.nan)
+    eps = jnp.finfo(jacobian.dtype).eps
+    rounding = jnp.maximum(_PART, jnp.sqrt(m) * length * eps).astype(jacobian.dtype)
+    return Covariance(
+        factor,
+        rank,
+        ~undetermined,
+        directions,
         is_whole=jnp.array(True),
         units=jnp.where(free, units, jnp.inf),
-        least=least,
+        rounding=rounding,
     )
-    determined = found.determines(jnp.eye(k, dtype=jacobian.dtype))
-    return found._replace(determined=determined | ~free | ~finite)
 
 
 @jax.custom_jvp
