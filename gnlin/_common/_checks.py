@@ -58,7 +58,7 @@ def as_float(period: ScalarLike) -> ScalarLike:
 def is_zero(value: Any) -> bool:
     """Whether a value is a number that is zero in every run."""
     is_known = isinstance(value, int | float | np.ndarray | np.generic)
-    return is_known and np.ndim(value) == 0 and value == 0
+    return bool(is_known and np.ndim(value) == 0 and value == 0)
 
 
 def is_traced(tree: PyTree) -> bool:

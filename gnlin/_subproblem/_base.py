@@ -301,7 +301,7 @@ def needs_accuracy(filter: Filter, cost: Cost) -> bool:
         return vanishes(filter)
     momentum: Any = getattr(filter, "momentum", 0.0)
     steps: Any = filter.period / (1 - momentum if _is_known(momentum) else 1)
-    return steps * float(np.finfo(f"f{cost.itemsize}").eps) > _MOST_STEPS
+    return bool(steps * float(np.finfo(f"f{cost.itemsize}").eps) > _MOST_STEPS)
 
 
 def _is_known(number: ScalarLike) -> bool:
