@@ -268,7 +268,8 @@ def log_determinant(
         S. Ubaru, J. Chen and Y. Saad, *Fast estimation of tr(f(A)) via stochastic Lanczos
         quadrature*, SIAM J. Matrix Anal. Appl. 38 (2017).
     """
-    return _summed(lin, _log, damping, key, num_probes, num_steps)
+    check_finite_positive("damping", damping)
+    return _summed(lin, _log, as_scalar(damping), as_key(key), num_probes, num_steps)
 
 
 def effective_dimension(
@@ -284,7 +285,9 @@ def effective_dimension(
     [`gnlin.spectra.log_determinant`][]. [`gnlin.Spectrum.effective_dimension`][] computes
     it from all eigenvalues.
     """
-    return _summed(lin, _part_left_free, damping, key, num_probes, num_steps)
+    check_finite_positive("damping", damping)
+    given = as_scalar(damping), as_key(key), num_probes, num_steps
+    return _summed(lin, _part_left_free, *given)
 
 
 def _log(damped: Array, damping: Scalar) -> Array:
@@ -295,6 +298,7 @@ def _part_left_free(damped: Array, damping: Scalar) -> Array:
     return 1 - damping / damped
 
 
+@eqx.filter_jit
 def _summed(
     lin: Linearisation,
     fn: Callable[[Array, Scalar], Array],
@@ -304,22 +308,9 @@ def _summed(
     num_steps: int,
 ) -> Estimate:
     """Estimate the sum of a function of the damped eigenvalues of the kernel, and of the
-    damping. Another damping runs the same program."""
-    check_finite_positive("damping", damping)
+    damping, an array, so that another one runs the same program."""
     _check_several(num_probes)
     check_count("num_steps", num_steps)
-    return _estimate(lin, fn, as_scalar(damping), as_key(key), num_probes, num_steps)
-
-
-@eqx.filter_jit
-def _estimate(
-    lin: Linearisation,
-    fn: Callable[[Array, Scalar], Array],
-    damping: ScalarLike,
-    key: Key[Array, ""],
-    num_probes: int,
-    num_steps: int,
-) -> Estimate:
     product, n, dtype = _smaller_side(lin)
     damping = jnp.asarray(damping, dtype)
 

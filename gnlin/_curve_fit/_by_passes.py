@@ -88,7 +88,7 @@ class HalfSquares(AbstractObjective):
         return outputs | {"rest": jnp.ones_like(outputs["rest"])}
 
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        return lambda v: v | {"rest": jnp.zeros_like(v["rest"])}
+        return lambda v: self.whitened(v)[1]
 
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return jnp.sqrt(2 * jnp.abs(self.value(outputs)))

@@ -119,11 +119,11 @@ def _fitted(
     slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, here.pull))["curve"]
     jacobian, of_x = jnp.split(matrix, [_tree.size(parameters)], axis=1)
     nonfinite = NonFinite.of(lin.outputs, jacobian)
-    tangents = setting.tangents(parameters)
+    unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
+    by_parameters, tangents = unit[:, None] * jacobian, setting.tangents(parameters)
     if tangents is not None:
         jacobian = _tree.matmul(jacobian, tangents)
     concave = None if here.concave is None else (here.concave, jacobian)
-    unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
     totals, known = here.totals, (parameters, start, here.outputs, jacobian)
@@ -142,7 +142,7 @@ def _fitted(
     loss = posed.loss.value(lin.outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
     if is_of_rates(setting.likelihood):
-        spread = _tree.matmul(jacobian, fitted.covariance.factor)
+        spread = _tree.matmul(by_parameters, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(lin.outputs, data, spread))
     return fitted, found | {
         "residuals": residuals[: data.y.size],

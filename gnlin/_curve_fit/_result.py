@@ -27,7 +27,7 @@ from ..losses import TobitNLL
 from ..losses._robust import AbstractRobust
 from ..spectra import Estimate
 from ._arrays import as_x
-from ._curve import Curve, Data, flat, unflattened
+from ._curve import broadcast, Curve, Data, flat, unflattened
 from ._ending import are_determined, complaint, reason
 from ._inputs import surely
 from ._likelihood import is_known, runs_test, signs_of
@@ -176,6 +176,7 @@ class CurveFit(eqx.Module):
         self._check_is_one("undetermined")
         self._check_is_known("undetermined", self.chi_squared)
         found = []
+        names = self.names
         starts, ends = (np.abs(ravel_pytree(p)[0]) for p in (self._start, self._free))
         steps, units = _sizes(starts), _sizes(np.maximum(starts, ends))
         for direction in np.asarray(self._end.covariance.directions):
@@ -187,7 +188,7 @@ class CurveFit(eqx.Module):
             moves = direction / direction[most] * steps[most]
             moving = np.flatnonzero(sizes > 1e-6 * sizes[most])
             shown = np.sort(moving[np.argsort(-sizes[moving], kind="stable")[:_MOST]])
-            parts = [f"{self.names[k]} by {moves[k]:.3g}" for k in shown]
+            parts = [f"{names[k]} by {moves[k]:.3g}" for k in shown]
             parts += ["others by less"] * (len(moving) > len(shown))
             found.append(" and ".join(parts))
         return found
@@ -455,31 +456,17 @@ def _deviations(sigma: Any, like: PyTree) -> Float[Array, " m"]:
     sigma = np.asarray(sigma) if isinstance(sigma, list) else sigma
     is_one = jax.tree.structure(sigma) == jax.tree.structure(0)
     each = jax.tree.map(lambda _: sigma, like) if is_one else sigma
-
-    def of_leaf(x, given):
-        given = jnp.asarray(given, jnp.finfo(x.dtype).dtype)
-        if surely(jnp.any(given < 0)):
-            raise ValueError("`sigma` of a band must not be negative.")
-        given = jnp.broadcast_to(given, x.shape)
-        return jax.lax.complex(given, given) if jnp.iscomplexobj(x) else given
-
-    if jax.tree.structure(each) == jax.tree.structure(like):
-        shapes = [np.shape(s) for s in jax.tree.leaves(each)]
-        pairs = zip(shapes, jax.tree.leaves(like), strict=True)
-        if all(_fits(shape, x.shape) for shape, x in pairs):
-            return flat(jax.tree.map(of_leaf, like, each))
-    raise ValueError(
-        "`sigma` of a band must be one number, or have the structure and the shapes of "
-        f"the curve, {jax.tree.map(jnp.shape, like)}."
-    )
-
-
-def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether an array of a shape can be broadcast to another shape."""
+    of_leaf = lambda x, s: broadcast(jnp.asarray(s, jnp.finfo(x.dtype).dtype), x)
     try:
-        return np.broadcast_shapes(shape, whole) == whole
-    except ValueError:
-        return False
+        found = flat(jax.tree.map(of_leaf, like, each))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`sigma` of a band must be one number, or have the structure and the shapes "
+            f"of the curve, {jax.tree.map(jnp.shape, like)}."
+        ) from error
+    if surely(jnp.any(found < 0)):
+        raise ValueError("`sigma` of a band must not be negative.")
+    return found
 
 
 @eqx.filter_jit

@@ -14,7 +14,7 @@ from .._solver import AbstractGaussNewton
 from .._solver._adjoint import held_at_bounds, LeastNorm
 from .._training._full_batch import Most
 from ._curve import Data
-from ._problem import FitSettings, Posed, with_bounds
+from ._problem import FitSettings, Posed
 
 
 class Run(NamedTuple):
@@ -31,10 +31,10 @@ def _of_variables(bounds: Any) -> Any:
 
 def _for_variables(solver: AbstractGaussNewton) -> AbstractGaussNewton:
     """Return the solver of the parameters for all variables. Steps of x are added."""
-    if solver.retraction is not None:
-        retraction = {"curve": solver.retraction, "x": None}
-        solver = dataclasses.replace(solver, retraction=retraction)
-    return with_bounds(solver, _of_variables(solver.bounds))
+    curved = solver.retraction
+    retraction = None if curved is None else {"curve": curved, "x": None}
+    bounds = _of_variables(solver.bounds)
+    return dataclasses.replace(solver, bounds=bounds, retraction=retraction)
 
 
 def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int) -> Run:
