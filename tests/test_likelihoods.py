@@ -158,6 +158,16 @@ def test_profiles_follow_the_likelihood():
     np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-6)
 
 
+def test_the_edge_of_rates_does_not_depend_on_the_unit_of_steps():
+    x, start = np.linspace(0, 1, 8), np.array([0.5, 3.0])
+    counts = np.array([0, 1, 3, 2, 5, 4, 7, 6])
+    loss = gnlin.losses.PoissonNLL(log_input=False)
+    solver = gnlin.LevenbergMarquardt(retraction=lambda p, step: p + 1e-3 * step)
+    line = lambda p, x: p[0] + p[1] * x
+    with pytest.warns(UserWarning, match="the rate falls to 0 at point 0"):
+        gnlin.curve_fit(line, x, counts, start, solver, loss=loss)
+
+
 @pytest.mark.slow
 def test_a_rate_that_falls_to_zero_at_a_point_without_counts():
     x, start = np.linspace(0, 1, 8), {"a": 0.5, "b": 3.0}
