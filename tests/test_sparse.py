@@ -216,3 +216,12 @@ def test_a_function_of_other_rows_names_the_group():
 def test_select_must_be_a_function():
     with pytest.raises(ValueError, match="`select` must be a function of one example"):
         gnlin.Residuals(misfit, EDGES, select=ENDS)  # pyright: ignore[reportArgumentType]
+
+
+def test_passes_are_counted_once_also_with_scales():
+    found = []
+    for scaling in ("identity", "root"):
+        solver = gnlin.DampedGaussNewton(0.1, scaling=scaling)
+        stats = gnlin.solve(POSES, SPARSE, solver, max_steps=5).stats
+        found.append((int(stats["num_jvps"]), int(stats["num_vjps"])))
+    assert found[0] == found[1]
