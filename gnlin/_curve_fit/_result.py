@@ -464,8 +464,8 @@ def _deviations(sigma: Any, like: PyTree) -> Float[Array, " m"]:
             "`sigma` of a band must be one number, or have the structure and the shapes "
             f"of the curve, {jax.tree.map(jnp.shape, like)}."
         ) from error
-    if surely(jnp.any(found < 0)):
-        raise ValueError("`sigma` of a band must not be negative.")
+    if surely(~jnp.all(found >= 0)):
+        raise ValueError("`sigma` of a band must not be negative or NaN.")
     return found
 
 
