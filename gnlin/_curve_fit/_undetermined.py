@@ -96,7 +96,7 @@ def seen(
     everything = parameters, start, outputs, jacobian, totals, setting.solver.bounds
     everything = jax.lax.stop_gradient(everything)
     parameters, start, outputs, jacobian, totals, bounds = everything
-    if setting.solver.retraction is not None:  # Its entries are no size of a rotation.
+    if setting.solver.retraction is not None:  # Entries do not tell how large a turn is.
         start = _tree.zeros_like(start)
     found = doubts(parameters, start, jacobian, totals)
     y, box = ravel_pytree(parameters)[0], flat_box(bounds, parameters)

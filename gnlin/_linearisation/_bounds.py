@@ -55,9 +55,10 @@ class Box(eqx.Module):
         slope: PyTree[Array],
         curvature: PyTree[Array],
     ) -> PyTree[Array]:
-        """Return y with exact values at bounds that descent approaches without end: those
-        nearer than the rounding of the way from the start, and at most two steps of
-        Newton's method in this parameter alone away."""
+        """Return y, with parameters that only approach a bound set to the bound. The
+        distance of such a parameter from the bound is below the rounding of its distance
+        at the start, and two steps of Newton's method in this parameter would cover it.
+        """
 
         def each(x, low, high, first, g, c):
             eps = jnp.finfo(x.dtype).eps

@@ -73,9 +73,9 @@ def covariance(
     A parameter that the residuals do not determine has an infinite error, such as the
     place of a pose if only differences between poses were measured. A function of the
     parameters that they do determine, such as the distance between two poses, still has a
-    finite error. Directions with singular values below the rounding count as not
-    measured. In a network many others are close to that: their errors, and those of a
-    coefficient that was trained with it, need double precision.
+    finite error. Directions whose singular values are below rounding count as not
+    measured. Many singular values of a network are close to rounding, so use double
+    precision for the errors of a network and of coefficients that are trained with it.
 
     **Arguments:**
 
