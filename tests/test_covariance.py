@@ -122,6 +122,56 @@ def test_a_likelihood_has_the_inverse_of_its_information():
         covariance(solution, group, absolute_sigma=False)
 
 
+class Gaussian(gnlin.authoring.AbstractLoss):
+    """The outputs are the mean and the logarithm of the standard deviation."""
+
+    reduction: str | None = None
+
+    def value(self, outputs, target):
+        mean, log_sigma = outputs
+        return 0.5 * ((target - mean) / jnp.exp(log_sigma)) ** 2 + log_sigma
+
+
+def line_and_noise(p, x):
+    return jnp.stack([p["a"] + p["b"] * x, p["s"] + p["t"] * x])
+
+
+def test_a_loss_that_is_not_convex_has_the_inverse_of_its_whole_hessian():
+    loss, y = Gaussian(), 1 + 0.5 * X + np.exp(-1 + 0.2 * X) * NOISE[0]
+
+    def whole(p):
+        outputs = jax.vmap(
+            lambda x: line_and_noise(dict(zip("abst", p, strict=True)), x)
+        )(X)
+        return jnp.sum(jax.vmap(loss.value)(outputs, y))
+
+    slope, hessian = jax.jit(jax.grad(whole)), jax.jit(jax.hessian(whole))
+    best = scipy.optimize.minimize(
+        whole, np.zeros(4), jac=slope, hess=hessian, method="trust-exact"
+    ).x
+    expected = np.sqrt(np.diagonal(np.linalg.inv(hessian(best))))
+    model = {name: jnp.array(value) for name, value in zip("abst", best, strict=True)}
+    groups = gnlin.Residuals(line_and_noise, X, targets=y, loss=loss)
+    for known in (
+        covariance((line_and_noise, model), (X, y), loss=loss),
+        covariance(model, groups),
+    ):
+        found = [known.standard_errors[name] for name in "abst"]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_negative_curvature_that_is_too_large_is_told():
+    class Wave(gnlin.authoring.AbstractElementwiseLoss):
+        reduction: str | None = None
+
+        def elementwise(self, output, target):
+            return 1 - jnp.cos(output - target)
+
+    x, targets = jnp.ones(3), jnp.array([0.0, 3.0, -3.0])
+    with pytest.warns(UserWarning, match="too small, because they leave out the negati"):
+        covariance((lambda p, x: p * x, 0.0), (x, targets), loss=Wave())
+
+
 @pytest.mark.parametrize("most", [_covariance._MANY, 0])
 def test_differences_are_known_where_places_are_not(monkeypatch, most):
     monkeypatch.setattr(_covariance, "_MANY", most)

@@ -150,6 +150,7 @@ REACHED = {
         and n["robust"].outliers().tolist() == [8, 30]
         and abs(n["poisson"].parameters["rate"] - 1.3)
         < 3 * n["poisson"].standard_errors["rate"]
+        and abs(n["dispersion"].value - 0.5) < 2 * n["dispersion"].standard_error
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1
         and abs(n["orthogonal"].parameters["rate"] - n["fit"].parameters["rate"]) < 0.1
         and abs(n["large"].parameters["rate"] - 1.3) < 0.01

@@ -989,3 +989,11 @@ def test_the_derivative_by_a_count_of_zero():
             return jnp.sum(of.elementwise(jnp.full(4, f), y) - of.saturated(y))
 
         np.testing.assert_allclose(slope(y), exact, rtol=1e-10)
+
+
+def test_what_the_loss_leaves_out_takes_integers():
+    loss, counts = gnlin.losses.NegativeBinomialNLL(0.7), np.arange(12)
+    found = loss.saturated(jnp.asarray(counts))
+    alpha = 0.7
+    best = scipy.stats.nbinom.logpmf(counts, 1 / alpha, 1 / (1 + alpha * counts))
+    np.testing.assert_allclose(found, best, rtol=1e-10, atol=1e-12)

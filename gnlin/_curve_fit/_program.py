@@ -123,7 +123,9 @@ def _fitted(
     by_parameters, tangents = unit[:, None] * jacobian, setting.tangents(parameters)
     if tangents is not None:
         jacobian = _tree.matmul(jacobian, tangents)
-    concave = None if here.concave is None else (here.concave, jacobian)
+    concave = None
+    if here.concave is not None:
+        concave = _tree.matmul(jacobian.T, here.concave[:, None] * jacobian)
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
     totals, known = here.totals, (parameters, start, here.outputs, jacobian)

@@ -57,7 +57,7 @@ def as_fitted(
     is_seen: Array,
     totals: Totals,
     nonfinite: NonFinite,
-    concave: tuple[Float[Array, " n"], Float[Array, "n k"]] | None = None,
+    concave: Float[Array, "k k"] | None = None,
     tangents: Float[Array, "k k"] | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a run, and the statistics by their names in `CurveFit`.
@@ -66,7 +66,8 @@ def as_fitted(
     - `slope`: the derivative of the loss by each parameter.
     - `jacobian`: the Jacobian of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
-    - `concave`: the size of the loss's negative curvature, and the curve's Jacobian.
+    - `concave`: the curvature that the loss has beyond the Jacobian's, with its sign
+        changed.
     - `tangents`: the derivative of the parameters by the steps of a retraction. All
         Jacobians are then with respect to these steps.
     """
@@ -84,7 +85,7 @@ def as_fitted(
     free = ~held if tangents is None else jnp.any(tangents != 0, axis=0)
     known = covariance(jacobian, free, is_seen, number)
     if concave is not None:
-        known = known.less(*concave)
+        known = known.less(concave)
     if tangents is not None:
         known = known.moved_by(tangents)
     num_free = known.rank.astype(number.dtype)

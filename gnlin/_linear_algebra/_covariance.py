@@ -87,14 +87,11 @@ class Covariance(NamedTuple):
             units=jnp.where(lengths > 0, 1 / lengths, jnp.inf),
         )
 
-    def less(
-        self, curvature: Float[Array, " m"], jacobian: Float[Array, "m k"]
-    ) -> "Covariance":
-        r"""Return the covariance $(J^\top J - N^\top C N)^{-1}$, where N is another
-        Jacobian, and C are curvatures; without C if that is not positive."""
-        lost = matmul(jacobian, self.factor)
-        identity = jnp.eye(len(self.factor), dtype=lost.dtype)
-        part = matmul(lost.T, curvature[:, None] * lost)
+    def less(self, curvature: Float[Array, "k k"]) -> "Covariance":
+        r"""Return the covariance $(J^\top J - C)^{-1}$ for a symmetric matrix C;
+        without C if that is not positive."""
+        part = matmul(self.factor.T, matmul(curvature, self.factor))
+        identity = jnp.eye(len(part), dtype=part.dtype)
         left = identity - jnp.where(_tree.all_finite(part), part, 0)
         is_positive = _tree.all_finite(jnp.linalg.cholesky(_tree.fixed(left)))
         lower = jnp.linalg.cholesky(jnp.where(is_positive, left, identity))

@@ -15,7 +15,7 @@ from .._common._checks import nan_unless, nonnegative
 from .._common._tree import Structure
 from .._jacobian import multiplied
 from ..losses import AbstractElementwiseLoss, AbstractLoss
-from ..losses._base import as_outputs, Reduction
+from ..losses._base import as_outputs, has_observed_factor, Reduction
 from ..losses._factors import AbstractFactor, IdentityFactor
 from ._linearisation import Linearisation
 from ._quadratic import Quadratic
@@ -69,6 +69,12 @@ class AbstractObjective(eqx.Module):
     @abc.abstractmethod
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         """Return products with the Hessian in the outputs."""
+
+    def concave(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree] | None:
+        """Return products with the part of the Hessian that `curvature` leaves out
+        because it is negative, with its sign changed; `None` if it is zero or not
+        known."""
+        return None
 
     @abc.abstractmethod
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
@@ -237,6 +243,17 @@ class BatchLoss(AbstractObjective):
 
         return product
 
+    def concave(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree] | None:
+        if not has_observed_factor(self.loss):
+            return None
+        positive = self.curvature(outputs)
+
+        def product(v):
+            _, whole = jax.jvp(self.gradient, (outputs,), (v,))
+            return jax.tree.map(jnp.subtract, positive(v), whole)
+
+        return product
+
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return self.gradient(outputs) if self.is_quadratic else outputs
 
@@ -336,6 +353,15 @@ class GroupLoss(AbstractObjective):
         parts = self.parts.items()
         products = {name: part.curvature(outputs[name]) for name, part in parts}
         return lambda v: {name: product(v[name]) for name, product in products.items()}
+
+    def concave(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree] | None:
+        products = {
+            name: part.concave(outputs[name]) for name, part in self.parts.items()
+        }
+        if all(product is None for product in products.values()):
+            return None
+        none = _tree.zeros_like
+        return lambda v: {k: (product or none)(v[k]) for k, product in products.items()}
 
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return {name: part.residual(outputs[name]) for name, part in self.parts.items()}

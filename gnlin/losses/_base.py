@@ -226,6 +226,16 @@ def stirling_rest(number: Array) -> Array:
     return jnp.where(is_large, 0.5 * jnp.log(2 * jnp.pi * large) + rest, exact)
 
 
+def has_observed_factor(loss: AbstractLoss) -> bool:
+    """Whether `factor` is that of the Hessian without its negative part, and not of an
+    expected Hessian, which a loss may define."""
+    kind = type(loss)
+    if isinstance(loss, AbstractElementwiseLoss):
+        base = AbstractElementwiseLoss
+        return kind.factor is base.factor and kind.root is base.root
+    return kind.factor is AbstractLoss.factor
+
+
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
     """Cast targets to the outputs' dtypes: 64-bit integers would promote to float64."""
     return jax.tree.map(lambda t, f: t.astype(f.dtype), target, outputs)

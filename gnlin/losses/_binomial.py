@@ -151,9 +151,9 @@ class NegativeBinomialNLL(_Binomial):
 
     **Arguments:**
 
-    - `dispersion`: $\alpha > 0$, which must be known and is not fitted. To find it,
-        compare fits: `fit.aic` should be smallest, or Pearson's
-        `fit.reduced_chi_squared` near 1.
+    - `dispersion`: $\alpha > 0$, which must be known. To find it, compare fits:
+        `fit.aic` should be smallest, or Pearson's `fit.reduced_chi_squared` near 1. To
+        fit it, see "[An unknown dispersion](../fits.md#an-unknown-dispersion)".
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     !!! example
@@ -200,6 +200,8 @@ class NegativeBinomialNLL(_Binomial):
         return cdf_of_counts(nbinom(1 / alpha, 1 / (1 + alpha * mean)), target)
 
     def saturated(self, target: Array) -> Array:
+        if not jnp.issubdtype(target.dtype, jnp.floating):  # as in a loss of your own
+            target = target.astype(float)
         failures = 1 / jnp.asarray(self.dispersion, target.dtype)
         of_each = stirling_rest(target) + stirling_rest(failures)
         of_both = stirling_rest(target + failures)

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ from .._linear_algebra._covariance import (
     where_determined,
 )
 from .._linearisation._linearisation import Linearisation, linearise
-from .._linearisation._objective import GroupLosses
+from .._linearisation._objective import AbstractObjective, GroupLosses
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._retraction import flaw_of, Retraction
 from .._subproblem import choose
@@ -64,10 +64,11 @@ def covariance(
 
     It is the inverse of the Gauss-Newton curvature at the minimum,
     $\bigl(\sum_g w_g\,\phi_g^\top H_g\,\phi_g\bigr)^{-1}$, with $H_g$ the second
-    derivatives of the loss of group g, or zero where they are negative. For squared error
-    and weights that are inverse variances, and for negative log-likelihoods, these are
-    the usual standard errors. For a fit of one curve, [`gnlin.curve_fit`][] has more,
-    such as profiles. For the uncertainty of a network's outputs, use
+    derivatives of the loss of group g. For squared error and weights that are inverse
+    variances, and for negative log-likelihoods, these are the usual standard errors. If a
+    loss defines its `factor` or `root`, that is its curvature, and robust losses have
+    none where it would be negative. For a fit of one curve, [`gnlin.curve_fit`][] has
+    more, such as profiles. For the uncertainty of a network's outputs, use
     [`gnlin.predict.posterior`][].
 
     A parameter that the residuals do not determine has an infinite error, such as the
@@ -100,7 +101,8 @@ def covariance(
 
     **Raises:** `ValueError` if an argument makes no sense, or if anything is not finite;
     also for sparse residuals of more than 2,000 parameters in single precision, which
-    does not resolve what they determine.
+    does not resolve what they determine. So many parameters have the positive part of
+    the curvature of each example only.
 
     !!! example
 
@@ -176,6 +178,13 @@ def covariance(
             "out by `filter_spec`, and pass the `retraction` if the solver had one.",
             stacklevel=2,
         )
+    if not known._inverse.is_whole:
+        warnings.warn(
+            "The standard errors are too small, because they leave out the negative "
+            "curvature of the loss, which is too large: train the model further, or "
+            "give the loss its expected curvature as `factor`.",
+            stacklevel=2,
+        )
     return known
 
 
@@ -200,7 +209,7 @@ def _at(
     fits = cost.rows_fit and p**2 * cost.itemsize <= memory_budget
     inverse: _BySingularValues | _BySolves
     if fits and not (problem.jacobian.is_sparse and p > _MANY):
-        inverse = _BySingularValues.of(problem, moving)
+        inverse = _BySingularValues.of(problem, moving, _concave(objective, lin))
     else:
         inverse = _BySolves.of(problem, moving)
     loss = objective.value(lin.outputs)
@@ -215,6 +224,19 @@ def _at(
     distance = newton / jnp.sqrt(jnp.where(scale > 0, scale, 1))
     known = scale, dof, parameters, retraction, inverse, distance
     return ParameterCovariance(*known, setting.network.frozen)
+
+
+def _concave(
+    objective: AbstractObjective, lin: Linearisation
+) -> Float[Array, "p p"] | None:
+    """Return the negative curvature of the loss in the parameters, with its sign changed;
+    `None` if there is none."""
+    product = objective.concave(lin.outputs)
+    if product is None:
+        return None
+    matrix, outputs = lin.matrix(), Structure.of(lin.outputs)
+    flat = lambda column: _tree.ravel_pytree(product(outputs.unravel(column)))[0]
+    return _tree.matmul(matrix.T, jax.vmap(flat, 1, 1)(matrix))
 
 
 def _moving(lin: Linearisation) -> Bool[Array, " p"]:
@@ -235,11 +257,22 @@ class _BySingularValues(eqx.Module):
     known: Covariance
     rank: Scalar
 
+    @property
+    def is_whole(self) -> Bool[Array, ""]:
+        """Whether no negative curvature of the loss had to be left out."""
+        return self.known.is_whole
+
     @staticmethod
-    def of(problem: Quadratic, moving: Bool[Array, " p"]) -> "_BySingularValues":
+    def of(
+        problem: Quadratic,
+        moving: Bool[Array, " p"],
+        concave: Float[Array, "p p"] | None,
+    ) -> "_BySingularValues":
         matrix = problem.jacobian.as_matrix()
         number = jnp.array(len(matrix), matrix.dtype)
         known = from_matrix(matrix, moving, moving, number)
+        if concave is not None:
+            known = known.less(concave.astype(matrix.dtype))
         return _BySingularValues(known, known.rank)
 
     def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
@@ -261,6 +294,7 @@ class _BySolves(eqx.Module):
     units: PyTree[Array]
     damping: Scalar
     rank: Scalar
+    is_whole: ClassVar[bool] = True
 
     @staticmethod
     def of(problem: Quadratic, moving: Bool[Array, " p"]) -> "_BySolves":
