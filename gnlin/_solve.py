@@ -125,8 +125,7 @@ def solve(
     returns the best model so far, unless the run is part of a larger compiled program.
 
     **Raises:** `ValueError` if there is no data or no trainable parameter, if numbers of
-    examples or shapes do not match, or if a trainable leaf is not real or
-        not finite.
+    examples or shapes do not match, or if a trainable leaf is not real or not finite.
 
     !!! example
 

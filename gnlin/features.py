@@ -113,7 +113,7 @@ def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
         et al., *Implicit Regularization via Neural Feature Alignment*, 2021.
     """
     _check_kernels(a, b)
-    return _cosine(_centred(a), _centred(b))
+    return _tree.dot(*_normalised(_centred(a), _centred(b)))
 
 
 def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
@@ -125,7 +125,8 @@ def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
         S. Fort et al., *Deep Learning versus Kernel Learning*, 2020, equation 3.
     """
     _check_kernels(a, b)
-    return 1 - _cosine(a, b)
+    # Written as a distance, it does not cancel where the kernels are nearly the same.
+    return 0.5 * _tree.norm(jnp.subtract(*_normalised(a, b))) ** 2
 
 
 def target_alignment(
@@ -259,6 +260,7 @@ def _centred(kernel: Kernel) -> Kernel:
     return kernel - kernel.mean(axis=2, keepdims=True)
 
 
-def _cosine(a: Kernel, b: Kernel) -> Scalar:
-    a, b = _tree.promoted((a, b))
-    return _tree.dot(a, b) / (_tree.norm(a) * _tree.norm(b))
+def _normalised(*kernels: Kernel) -> list[Kernel]:
+    """Return kernels of norm 1."""
+    each = [kernel / _tree.unit(kernel) for kernel in _tree.promoted(kernels)]
+    return [kernel / _tree.norm(kernel) for kernel in each]

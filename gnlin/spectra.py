@@ -235,7 +235,8 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
     product, n, dtype = _smaller_side(lin)
     if num_probes >= n:
         each = jax.lax.map(lambda e: jnp.vdot(e, product(e)), jnp.eye(n, dtype=dtype))
-        return Estimate(jnp.sum(each), jnp.zeros((), dtype))
+        exact = jnp.sum(each)
+        return Estimate(exact, jnp.where(jnp.isfinite(exact), 0, jnp.nan).astype(dtype))
     return Estimate(*_nystrom.trace(product, n, num_probes, key, dtype))
 
 
@@ -290,12 +291,12 @@ def effective_dimension(
     return _summed(lin, _part_left_free, *given)
 
 
-def _log(damped: Array, damping: Scalar) -> Array:
-    return jnp.log(damped)
+def _log(eigenvalues: Array, damping: Scalar) -> Array:
+    return jnp.log(eigenvalues + damping)
 
 
-def _part_left_free(damped: Array, damping: Scalar) -> Array:
-    return 1 - damping / damped
+def _part_left_free(eigenvalues: Array, damping: Scalar) -> Array:
+    return eigenvalues / (eigenvalues + damping)
 
 
 @eqx.filter_jit
@@ -307,8 +308,8 @@ def _summed(
     num_probes: int,
     num_steps: int,
 ) -> Estimate:
-    """Estimate the sum of a function of the damped eigenvalues of the kernel, and of the
-    damping, an array, so that another one runs the same program."""
+    """Estimate the sum of a function of the eigenvalues of the kernel and of the damping,
+    which is an array, so that another one runs the same program."""
     _check_several(num_probes)
     check_count("num_steps", num_steps)
     product, n, dtype = _smaller_side(lin)
@@ -319,10 +320,10 @@ def _summed(
         signs = jax.random.rademacher(of_signs, (n,), dtype)
         steps = min(num_steps, n)
         nodes, weights = _lanczos.quadrature(product, signs, steps, of_steps)
-        return jnp.sum(weights * fn(nodes + damping, damping))
+        return jnp.sum(weights * fn(nodes, damping))
 
     each = jax.lax.map(of_probe, jax.random.split(key, num_probes))
-    of_zeros = (lin.shape[0] - n) * fn(damping, damping)
+    of_zeros = (lin.shape[0] - n) * fn(jnp.zeros_like(damping), damping)
     error = jnp.std(each, ddof=1) / num_probes**0.5
     return Estimate(jnp.mean(each) + of_zeros, error)
 

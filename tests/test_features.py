@@ -408,3 +408,19 @@ def test_the_kernel_of_a_model_with_a_state_and_a_key():
         progress=False,
     )
     assert np.all(np.isfinite(velocity.last))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e20, 1e-22])
+def test_the_distance_of_kernels_that_are_nearly_the_same(size):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(40, 60))
+    moved = rows + 1e-4 * rng.normal(size=rows.shape)
+    both = [
+        (size * r @ r.T).astype(np.float32).reshape(20, 2, 20, 2) for r in (rows, moved)
+    ]
+    a, b = (k.astype(float) / np.linalg.norm(k.astype(float)) for k in both)
+    expected = 0.5 * np.sum((a - b) ** 2)
+    found = features.kernel_distance(*map(jnp.asarray, both))
+    np.testing.assert_allclose(found, expected, rtol=0.2)
+    assert features.kernel_distance(both[0], both[0]) == 0
+    np.testing.assert_allclose(features.kernel_alignment(*both), 1, rtol=1e-5)

@@ -997,3 +997,39 @@ def test_what_the_loss_leaves_out_takes_integers():
     alpha = 0.7
     best = scipy.stats.nbinom.logpmf(counts, 1 / alpha, 1 / (1 + alpha * counts))
     np.testing.assert_allclose(found, best, rtol=1e-10, atol=1e-12)
+
+
+def test_points_without_trials_are_missing():
+    rng = np.random.default_rng(0)
+    x = np.stack([np.ones(50), rng.normal(size=50)], axis=1)
+    trials = rng.integers(0, 4, size=50)
+    successes, some = rng.binomial(trials, 0.4), trials > 0
+
+    def fit(which):
+        loss = gnlin.losses.BinomialNLL(trials[which])
+        line = lambda p, x: x @ p
+        return gnlin.curve_fit(line, x[which], successes[which], np.zeros(2), loss=loss)
+
+    every, told = fit(slice(None)), fit(some)
+    assert every.degrees_of_freedom == told.degrees_of_freedom == int(some.sum()) - 2
+    for name in (
+        "parameters",
+        "standard_errors",
+        "chi_squared",
+        "aic",
+        "bic",
+        "deviance",
+    ):
+        np.testing.assert_allclose(getattr(every, name), getattr(told, name), rtol=1e-9)
+
+
+def test_a_fit_of_counts_from_afar_does_not_run_off_to_infinity():
+    x = np.linspace(0, 4, 300)
+    log_rate = lambda p, t: p["h"] * jnp.exp(-p["r"] * t) + p["b"] - 1
+    for seed in range(3):
+        rates = 25 * np.exp(-1.3 * x) + 4
+        counts = np.random.default_rng(seed).poisson(rates)
+        start = {"h": 1.0, "r": 0.5, "b": 0.5}
+        fit = gnlin.curve_fit(log_rate, x, counts, start, loss=gnlin.losses.PoissonNLL())
+        assert fit.parameters["r"] > 0.5
+        assert fit.num_steps < 25

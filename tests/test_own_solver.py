@@ -325,3 +325,21 @@ def test_a_factor_that_is_none():
         gnlin.solve(model, (x, jnp.ones((x.size, 3))), loss=OfEachOutput(), max_steps=2)
     with pytest.raises(TypeError, match="`factor` of NoFactor must return a factor"):
         gnlin.solve((exponential, jnp.ones(2)), (x, x), loss=NoFactor(), max_steps=2)
+
+
+def test_a_loss_that_sums_its_outputs_is_named():
+    class Summed(gnlin.authoring.AbstractElementwiseLoss):
+        reduction: str | None = None
+
+        def elementwise(self, output, target):
+            return jnp.sum((output - target) ** 2)
+
+    class Counted(Summed):
+        def elementwise(self, output, target):
+            return (output > target).astype(int)
+
+    data = jnp.ones((8, 1)), jnp.zeros((8, 1))
+    for loss in Summed(), Counted():
+        said = f"`elementwise` of {type(loss).__name__} must return a floating-point loss"
+        with pytest.raises(ValueError, match=said):
+            gnlin.solve((lambda p, x: p * x, 1.0), data, loss=loss)

@@ -481,3 +481,24 @@ def test_another_damping_runs_the_same_program():
         assert num_compiled(lambda estimate=estimate: estimate(0.2)) == 0
     spectra.leading(lin, 1, tolerance=1e-3)
     assert num_compiled(lambda: spectra.leading(lin, 1, tolerance=1e-4)) == 0
+
+
+def test_the_effective_dimension_for_a_large_damping():
+    ones = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (20, 20)))[0]
+    ones = ones.astype(jnp.float32)
+    lin = gnlin.linearise(lambda y, a: a @ y, jnp.zeros(20, jnp.float32), ones)
+    damping = 1e7
+    found = spectra.effective_dimension(lin, damping, key=jax.random.key(1))
+    np.testing.assert_allclose(found.value, 20 / (1 + damping), rtol=1e-5)
+
+
+def test_a_standard_error_does_not_depend_on_units():
+    matrix = jax.random.normal(jax.random.key(0), (50, 80), jnp.float32)
+
+    def error(unit):
+        product = lambda y, a: a @ y
+        lin = gnlin.linearise(product, jnp.zeros(80, jnp.float32), unit * matrix)
+        value, error = spectra.trace(lin, key=jax.random.key(1), num_probes=8)
+        return error / value
+
+    np.testing.assert_allclose([error(1e-12), error(1e12)], error(1.0), rtol=1e-3)

@@ -213,3 +213,25 @@ def test_a_start_that_fits_to_rounding_in_single_precision(weight):
     if weight is not None:
         data = *data, np.full(256, weight, np.float32)
     assert gnlin.solve(model, data).result == optx.RESULTS.successful
+
+
+@pytest.mark.parametrize("units", [(1e-20, 1.0), (1e9, 1e-15), (1e-12, 1e10)], ids=str)
+@pytest.mark.parametrize(
+    "solver",
+    [LEVENBERG_MARQUARDT, gnlin.GaussNewton(method="svd")],
+    ids=["damped", "svd"],
+)
+def test_squares_of_derivatives_out_of_range_are_no_success(solver, units):
+    of_parameters, of_residuals = np.float32(units)
+    x = jnp.linspace(0, 3, 12, dtype=jnp.float32)
+
+    def curve(b, x):
+        b = b / of_parameters
+        return of_residuals * b[0] * jnp.exp(-b[1] * x)
+
+    y = curve(of_parameters * jnp.array([2.5, 1.3], jnp.float32), x)
+    start = jnp.full(2, of_parameters)
+    residuals = lambda b, y: curve(b, x) - y
+    found = optx.least_squares(residuals, solver, start, y, throw=False)
+    is_solved = np.allclose(found.value / of_parameters, [2.5, 1.3], rtol=1e-3)
+    assert is_solved or found.result != optx.RESULTS.successful

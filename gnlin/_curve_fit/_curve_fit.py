@@ -21,7 +21,14 @@ from ._arrays import as_x, warn_of_rounding
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
 from ._inputs import as_y, check_alone, data_of, errors_of_x, surely, with_x
-from ._likelihood import as_loss, check_rates, check_targets, in_one_row, is_likelihood
+from ._likelihood import (
+    as_loss,
+    check_rates,
+    check_targets,
+    in_one_row,
+    is_likelihood,
+    without_empty,
+)
 from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, flat_box, with_bounds
 from ._program import fitted
@@ -189,6 +196,7 @@ def curve_fit(
     if is_likelihood(loss):
         loss = in_one_row(loss, values.of_one())
         check_targets(loss, data, axes, values.tree)
+        loss, data = without_empty(loss, data)
     many, number = values.many, len(data.y)
     each_start = [free]
     if values.has_starts:
@@ -230,6 +238,10 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     in large fits, as it does for networks. A fit of 30 spots on an image, with Poisson's
     likelihood, takes 13 exact steps, and 156 with early stops.
 
+    The longest step of a likelihood, such as Poisson's of a logarithm, may lead to a
+    worse minimum. Of 1,350 fits of nine curves by likelihoods, 95 ended above the best
+    minimum found with it, and 49 with Nielsen's rule, in as many steps.
+
     - `wait`: whether data sets wait for the one with the most trials at each step, and
       trials are expensive. With a rule of few trials, a fit of a differential equation to
       200 patients takes less than half of the time. Fits of 1,000 exponentials, 1,000
@@ -240,7 +252,7 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
         return solver
     if not isinstance(loss, SquaredError) and solver.method == "auto":
         solver = dataclasses.replace(solver, scaling=solver.scaling or "root")
-    if wait and solver.damping is None:
+    if (wait or is_likelihood(loss)) and solver.damping is None:
         solver = dataclasses.replace(solver, damping=Nielsen())
     return solver
 

@@ -1,5 +1,6 @@
 """Negative log-likelihoods as losses of a fit, and what such a fit reports."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ..losses import (
     AbstractElementwiseLoss,
     AbstractLoss,
+    BinomialNLL,
     PoissonNLL,
     SquaredError,
     TobitNLL,
@@ -116,6 +118,17 @@ def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwi
         return leaf.ravel() if eqx.is_array(leaf) and leaf.shape == shape else leaf
 
     return jax.tree.map(row, loss)
+
+
+def without_empty(
+    loss: AbstractElementwiseLoss, data: Data
+) -> tuple[AbstractElementwiseLoss, Data]:
+    """Count points without trials as missing, because they tell nothing."""
+    if not isinstance(loss, BinomialNLL):
+        return loss, data
+    told = loss.trials > 0
+    loss = dataclasses.replace(loss, trials=jnp.where(told, loss.trials, 1))
+    return loss, data._replace(counted=jnp.where(told, data.counted, 0))
 
 
 def check_targets(loss: AbstractLoss, data: Data, axes: Any, y: PyTree) -> None:

@@ -112,7 +112,8 @@ def trace(
     wider = (n - num_probes + 2) / (n - num_probes + 1) * (1 - _cosines(upward) ** 2)
     each = (stretch / scale**2)[:, None] * wider / sine - lost
     without = jnp.sum(jnp.where(others, each, 0), axis=0) / (num_probes - 1)
-    return value, jnp.sqrt(num_probes - 1) * jnp.std(without)
+    unit = _tree.unit(without)  # whose square may be out of range
+    return value, jnp.sqrt(num_probes - 1) * unit * jnp.std(without / unit)
 
 
 def _cosines(rows: Float[Array, "l n"]) -> Float[Array, "l l"]:

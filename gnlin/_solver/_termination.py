@@ -238,12 +238,12 @@ def has_arrived(
     allowed = jnp.maximum(allowed, jnp.minimum(lost, _STEEP * residual))
     rounding = _ROUNDINGS * eps * size
     has_fallen = loss <= highest
-    known = has_fallen | (rounding <= allowed)
+    known = (has_fallen | (rounding <= allowed)) & ~_vanish(quadratic, norms, point)
     allowed += jnp.where(has_fallen, rounding, 0)
 
     def is_flat(g, norm, y):
         # If a column is zero, its gradient must be zero, too.
-        each = jnp.abs(g) <= allowed.astype(g.dtype) * norm
+        each = (jnp.abs(g) <= allowed.astype(g.dtype) * norm) & jnp.isfinite(norm)
         if searched:
             by_residual = norm * jnp.abs(y) <= (_UNSEEN * residual).astype(norm.dtype)
             by_loss = jnp.abs(g * y) <= (_UNSEEN * residual**2).astype(g.dtype)
@@ -253,6 +253,16 @@ def has_arrived(
     flat = jax.tree.map(is_flat, gradient, norms, _tree.joined(point))
     flat = jax.tree.reduce(jnp.logical_and, flat)
     return known & flat & (jnp.sqrt(2 * predicted) <= allowed)
+
+
+def _vanish(
+    quadratic: Quadratic, norms: list[Array], point: PyTree[Array]
+) -> Bool[Array, ""]:
+    """Whether the squares of all columns underflow, although the columns are not zero."""
+    if not quadratic.jacobian.is_at_hand:
+        return jnp.array(False)
+    pushed = quadratic.jacobian.mv(jax.tree.map(jnp.ones_like, point))
+    return _tree.any_nonzero(pushed) & ~_tree.any_nonzero(norms)
 
 
 def _column_norms(quadratic: Quadratic, point: PyTree[Array]) -> list[Array]:

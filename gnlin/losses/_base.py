@@ -154,9 +154,21 @@ class AbstractElementwiseLoss(AbstractLoss):
     def elementwise(self, output: Array, target: Array) -> Array:
         """Return the loss of each output."""
 
+    def _each(self, output: Array, target: Array) -> Array:
+        each = self.elementwise(output, target)
+        if jnp.shape(each) != output.shape or not jnp.issubdtype(
+            jnp.result_type(each), jnp.floating
+        ):
+            raise ValueError(
+                f"`elementwise` of {type(self).__name__} must return a floating-point "
+                f"loss for each output, in their shape {output.shape}, but returns "
+                f"{jnp.result_type(each)} of the shape {jnp.shape(each)}."
+            )
+        return each
+
     def derivative(self, output: Array, target: Array) -> Array:
         """Return the first derivative with respect to each output."""
-        return _derivative(lambda o: self.elementwise(o, target), output)
+        return _derivative(lambda o: self._each(o, target), output)
 
     def root(self, output: Array, target: Array) -> Array:
         """Return the square root of the second derivative."""
@@ -188,7 +200,7 @@ class AbstractElementwiseLoss(AbstractLoss):
         return 1.0
 
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
-        each = jax.tree.map(self.elementwise, outputs, as_outputs(target, outputs))
+        each = jax.tree.map(self._each, outputs, as_outputs(target, outputs))
         return _tree.total(each, _tree.dtype(outputs))
 
     def gradient(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
@@ -229,11 +241,10 @@ def stirling_rest(number: Array) -> Array:
 def has_observed_factor(loss: AbstractLoss) -> bool:
     """Whether `factor` is that of the Hessian without its negative part, and not of an
     expected Hessian, which a loss may define."""
-    kind = type(loss)
     if isinstance(loss, AbstractElementwiseLoss):
-        base = AbstractElementwiseLoss
+        kind, base = type(loss), AbstractElementwiseLoss
         return kind.factor is base.factor and kind.root is base.root
-    return kind.factor is AbstractLoss.factor
+    return type(loss).factor is AbstractLoss.factor
 
 
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
