@@ -343,3 +343,16 @@ def test_a_loss_that_sums_its_outputs_is_named():
         said = f"`elementwise` of {type(loss).__name__} must return a floating-point loss"
         with pytest.raises(ValueError, match=said):
             gnlin.solve((lambda p, x: p * x, 1.0), data, loss=loss)
+
+
+def test_a_negative_damping_of_a_rule_is_out_of_range():
+    class Negative(gnlin.damping.Nielsen):
+        def damping(self, state, subproblem, point):
+            return -1.0
+
+    x = jnp.linspace(0.0, 1.0, 10)
+    solver = gnlin.LevenbergMarquardt(damping=Negative(1e-3))
+    with pytest.warns(
+        UserWarning, match="its damping, or another setting .* out of rang"
+    ):
+        gnlin.solve((exponential, jnp.ones(2)), (x, x), solver)
