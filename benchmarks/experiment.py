@@ -359,6 +359,13 @@ class Folder:
         _results.claim_folder(path)
         self._compare(options.resume)
 
+    def announce(self, advice: str = "") -> None:
+        """Say which finished runs will be replaced."""
+        number = 0 if self._resume else len([*self.path.glob("runs/*.npz")])
+        if number:
+            points = "1 point" if number == 1 else f"{number} points"
+            print(f"Replaces the finished runs of {points} in '{self.path}'{advice}.")
+
     def _begin(self) -> None:
         """Prepare the folder before the first run is written. Old runs are deleted only
         now, when new ones can replace them."""
@@ -458,8 +465,7 @@ def stamp(name: str, settings: Mapping[str, Any]) -> str:
 
 def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     """Make the missing runs, and write the table, verdicts, figures and settings."""
-    _results.claim_folder(options.out)
-    with _results.alone_in(options.out):
+    with _results.claimed(options.out), _results.alone_in(options.out):
         return _run(name, experiment, options)
 
 
@@ -467,6 +473,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     settings = experiment.settings(options)
     circumstances = _results.circumstances()
     folder = Folder(options.out, name, settings, options, circumstances)
+    folder.announce("; pass `--resume` to keep them")
     made, borrowed, commits = [], 0, [_results.commit()]
     # On such small matrices, the threads of LAPACK and of XLA wait for each other.
     threads = None if options.scale in LARGE else 1
