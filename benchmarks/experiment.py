@@ -253,8 +253,11 @@ class Experiment(Generic[S]):
                 )
             changes["reduction"] = options.reduction
         settings = dataclasses.replace(settings, **changes)
-        if options.task is not None and not self.trains_state(settings):
-            own_task.check_stateless(str(options.task))
+        if options.task is not None:
+            task, seeds = str(options.task), settings.each_seed
+            own_task.check(task, _num_examples(settings), seeds)
+            if not self.trains_state(settings):
+                own_task.check_stateless(task)
         return self.completed(settings)
 
     def settings_from(self, scale: Scale, described: Mapping[str, Any]) -> Any:
@@ -316,8 +319,13 @@ class Experiment(Generic[S]):
             else:
                 _check_range(name, converted, said)
             changes[name] = converted
-        own_task.check(str(path), changes.get("num_train"))
         return changes | {"data": str(path), "network": own_task.named(path)}
+
+
+def _num_examples(settings: Any) -> int | None:
+    """Return the largest number of training examples of a run, or `None` for all."""
+    sizes = getattr(settings, "sizes", ())
+    return max(sizes) if sizes else getattr(settings, "num_train", None)
 
 
 def _check_range(name: str, value: Any, said: str) -> None:
