@@ -5,6 +5,7 @@ All runs at one point, one for each seed, are made together and written to one f
 soon as they are finished: an interrupted experiment continues after the last one.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -198,6 +199,9 @@ class Experiment(Generic[S]):
     """Fills in the settings that follow from the task."""
     rehearsed: bool = False
     """Whether `train` calls the rehearsal, so that `--dry-run` can measure the runs."""
+    derived: Callable[[Runs], Columns] = lambda runs: {}
+    """Columns that follow from the others, for readers of the table: those by which a
+    claim or a figure selects runs."""
     runs_of: str | None = None
     """The name of another experiment with the same settings and runs."""
     seedless: Callable[[Point], bool] = lambda point: False
@@ -513,12 +517,11 @@ def write_results(
     """Write the table, verdicts, figures and settings of all runs of an experiment, in
     this order, so that a figure that fails leaves the table and the verdicts."""
     console, name, out = Console(), folder.name, folder.path
-    all_runs = [each.runs for each in made]
+    all_runs = with_derived(experiment, [each.runs for each in made])
     seconds = sum(each.seconds for each in made)
     verdicts = experiment.judge(settings, all_runs)
     stem = name.replace("-", "_")
-    rows = [row for runs in all_runs for row in runs.rows(_first_seed(settings, runs))]
-    _results.write_table(out / f"{stem}.csv", rows)
+    _results.write_table(out / f"{stem}.csv", rows_of(settings, all_runs))
     _results.write_csv(out / "verdicts.csv", verdicts)
     print_verdicts(console, verdicts)
     if folder.described["scale"] == "quick":
@@ -534,7 +537,7 @@ def write_results(
         "run_seconds": round(seconds, 1),
         "commits": sorted({commit for each in made for commit in each.commits} - {""}),
         "borrowed": borrowed == len(made),
-        "axes": _axes(all_runs),
+        "axes": axes_of(all_runs),
     }
     folder.write_settings(results)
     source = f" (reused from {experiment.runs_of})" if borrowed else ""
@@ -548,7 +551,23 @@ def write_results(
     return verdicts
 
 
-def _axes(all_runs: Sequence[Runs]) -> dict[str, int]:
+def with_derived(experiment: Experiment, all_runs: Sequence[Runs]) -> list[Runs]:
+    """Return the runs with the columns that follow from the others."""
+
+    def whole(runs: Runs) -> Runs:
+        columns: Any = copy.copy(runs.columns)
+        columns.update(experiment.derived(runs))
+        return Runs(runs.point, columns)
+
+    return [whole(runs) for runs in all_runs]
+
+
+def rows_of(settings: Settings, all_runs: Sequence[Runs]) -> list[dict[str, Any]]:
+    """Return the rows of the table."""
+    return [row for runs in all_runs for row in runs.rows(_first_seed(settings, runs))]
+
+
+def axes_of(all_runs: Sequence[Runs]) -> dict[str, int]:
     """Return the number of axes of each column, the largest at any point."""
     axes: dict[str, int] = {}
     for runs in all_runs:

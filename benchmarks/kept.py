@@ -53,9 +53,14 @@ def _copy(folder: Path, name: str, figures: Sequence[str], root: Path) -> None:
     claim_folder(target)
     for file in ("settings.json", "verdicts.csv"):
         _write(target / file, (folder / file).read_bytes())
-    packed = gzip.compress((folder / table(name)).read_bytes(), mtime=0)
-    _write(target / f"{table(name)}.gz", packed)
+    pack(folder / table(name), target)
     copy_figures(folder, name, figures, root)
+
+
+def pack(path: Path, target: Path) -> None:
+    """Compress a table into a folder."""
+    packed = gzip.compress(path.read_bytes(), mtime=0)
+    _write(target / f"{path.name}.gz", packed)
 
 
 def table(name: str) -> str:
