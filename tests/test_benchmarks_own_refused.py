@@ -4,45 +4,18 @@ import dataclasses
 import re
 
 import pytest
+from test_benchmarks_own_task import settings_of, TASK, written
 
-from benchmarks import own_task, training
+from benchmarks import training
 from benchmarks.__main__ import main
-from benchmarks._options import Options, Refusal
+from benchmarks._options import Refusal
 from benchmarks.experiment import Place
 from benchmarks.experiments import k_sweep, k_vs_lambda
-
-
-TASK = """
-import equinox as eqx
-import numpy as np
-
-def model(key):
-    return eqx.nn.MLP(3, 2, width_size=5, depth=1, key=key)
-
-def data(seed):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((60, 3))
-    y = (x[:, 0] > 0).astype(int)
-    return (x[:30], y[:30]), (x[30:40], y[30:40]), (x[40:], y[40:])
-
-settings = {"learning_rate": 0.02}
-"""
-
-
-def written(path, text):
-    path.write_text(text)
-    own_task.read.cache_clear()
-    own_task._drawn.cache_clear()
-    return path
 
 
 @pytest.fixture
 def task(tmp_path):
     return written(tmp_path / "my_task.py", TASK)
-
-
-def settings_of(experiment, task):
-    return experiment.EXPERIMENT.settings(Options(task.parent, "quick", task=task))
 
 
 OF_DATA = "`data.seed.` of the task .* must return three pairs of inputs and targets"
