@@ -213,6 +213,8 @@ def test_a_few_equal_values_are_said_to_decide_nothing(number, outcome):
     said = "so few equal values decide nothing"
     assert (said in found.note) == (outcome == "undecided")
     assert found.note.startswith(f"all {number} values are the same")
+    on_the_bound = judged([0.0] * number)
+    assert (said in on_the_bound.note) == (number == 5)
 
 
 def test_seeds_without_a_value_are_counted_and_too_many_of_them_prevent_the_test():
