@@ -94,7 +94,7 @@ class Network(eqx.Module):
 
     def __init__(self, key):
         self.first = eqx.nn.Linear(3, 6, key=key)
-        self.norm = eqx.nn.BatchNorm(6, "batch", mode="batch")
+        self.norm = eqx.nn.BatchNorm(6, "batch", momentum=0.9, mode="batch")
         self.last = eqx.nn.Linear(6, 2, key=key)
 
     def __call__(self, x, state):
