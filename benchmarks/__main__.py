@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary, TABLES
 from ._options import MOST_SEEDS, MOST_STEPS, Options, Refusal
-from ._results import alone_in, claim_folder, KEPT, read_settings, versions
+from ._results import alone_in, claimed, KEPT, read_settings, versions
 
 
 DEFAULT = "k-vs-lambda"
@@ -126,12 +126,12 @@ def _dispatch(given: argparse.Namespace) -> int:
 
         dry_run(name, _imported(name).EXPERIMENT, options)
         return 0
-    claim_folder(out)
-    _prepare(given.device)
-    if name != "all":
-        _run(name, options)
-        return 0
-    return _all(names, options)
+    with claimed(out):
+        _prepare(given.device)
+        if name != "all":
+            _run(name, options)
+            return 0
+        return _all(names, options)
 
 
 def _check_apply(given: argparse.Namespace, scale: str) -> None:
@@ -421,7 +421,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue an interrupted run in the same folder",
+        help="continue an interrupted run in the same folder; without it, the runs there "
+        "are replaced",
     )
     parser.add_argument(
         "--dry-run",

@@ -36,5 +36,10 @@ class Options:
         return self.scale == "quick"
 
 
+def no_folder(path: Path) -> str:
+    """Say why the path is not a folder."""
+    return "is a file" if path.exists() else "does not exist"
+
+
 class Refusal(Exception):
     """Explains in one sentence why a request cannot be met, and what to do instead."""

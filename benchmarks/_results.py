@@ -61,6 +61,21 @@ def claim_folder(folder: Path) -> None:
 
 
 @contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Claim the folder, and remove it again if the request is refused before anything
+    is written."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        claim_folder(folder)
+        yield
+    except Refusal:
+        with suppress(OSError):  # from the innermost on, up to one that is not empty
+            for path in new:
+                path.rmdir()
+        raise
+
+
+@contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock the folder, or raise `Refusal` if another process uses it.
 
@@ -142,7 +157,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise Refusal(
-            f"'{path}' cannot be read ({error}); name another folder with --out, or "
+            f"'{path}' cannot be read ({error}); name another folder of results, or "
             "delete this one."
         ) from None
 

@@ -5,6 +5,7 @@ All runs at one point, one for each seed, are made together and written to one f
 soon as they are finished: an interrupted experiment continues after the last one.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -198,6 +199,9 @@ class Experiment(Generic[S]):
     """Fills in the settings that follow from the task."""
     rehearsed: bool = False
     """Whether `train` calls the rehearsal, so that `--dry-run` can measure the runs."""
+    derived: Callable[[Runs], Columns] = lambda runs: {}
+    """Columns that follow from the others, for readers of the table: those by which a
+    claim or a figure selects runs."""
     runs_of: str | None = None
     """The name of another experiment with the same settings and runs."""
     seedless: Callable[[Point], bool] = lambda point: False
@@ -253,8 +257,11 @@ class Experiment(Generic[S]):
                 )
             changes["reduction"] = options.reduction
         settings = dataclasses.replace(settings, **changes)
-        if options.task is not None and not self.trains_state(settings):
-            own_task.check_stateless(str(options.task))
+        if options.task is not None:
+            task, seeds = str(options.task), settings.each_seed
+            own_task.check(task, _num_examples(settings), seeds)
+            if not self.trains_state(settings):
+                own_task.check_stateless(task)
         return self.completed(settings)
 
     def settings_from(self, scale: Scale, described: Mapping[str, Any]) -> Any:
@@ -316,8 +323,13 @@ class Experiment(Generic[S]):
             else:
                 _check_range(name, converted, said)
             changes[name] = converted
-        own_task.check(str(path), changes.get("num_train"))
         return changes | {"data": str(path), "network": own_task.named(path)}
+
+
+def _num_examples(settings: Any) -> int | None:
+    """Return the largest number of training examples of a run, or `None` for all."""
+    sizes = getattr(settings, "sizes", ())
+    return max(sizes) if sizes else getattr(settings, "num_train", None)
 
 
 def _check_range(name: str, value: Any, said: str) -> None:
@@ -358,6 +370,13 @@ class Folder:
         self._claimed = False
         _results.claim_folder(path)
         self._compare(options.resume)
+
+    def announce(self, advice: str = "") -> None:
+        """Say which finished runs will be replaced."""
+        number = 0 if self._resume else len([*self.path.glob("runs/*.npz")])
+        if number:
+            points = "1 point" if number == 1 else f"{number} points"
+            print(f"Replaces the finished runs of {points} in '{self.path}'{advice}.")
 
     def _begin(self) -> None:
         """Prepare the folder before the first run is written. Old runs are deleted only
@@ -458,8 +477,7 @@ def stamp(name: str, settings: Mapping[str, Any]) -> str:
 
 def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     """Make the missing runs, and write the table, verdicts, figures and settings."""
-    _results.claim_folder(options.out)
-    with _results.alone_in(options.out):
+    with _results.claimed(options.out), _results.alone_in(options.out):
         return _run(name, experiment, options)
 
 
@@ -467,6 +485,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     settings = experiment.settings(options)
     circumstances = _results.circumstances()
     folder = Folder(options.out, name, settings, options, circumstances)
+    folder.announce("; pass `--resume` to keep them")
     made, borrowed, commits = [], 0, [_results.commit()]
     # On such small matrices, the threads of LAPACK and of XLA wait for each other.
     threads = None if options.scale in LARGE else 1
@@ -498,12 +517,11 @@ def write_results(
     """Write the table, verdicts, figures and settings of all runs of an experiment, in
     this order, so that a figure that fails leaves the table and the verdicts."""
     console, name, out = Console(), folder.name, folder.path
-    all_runs = [each.runs for each in made]
+    all_runs = with_derived(experiment, [each.runs for each in made])
     seconds = sum(each.seconds for each in made)
     verdicts = experiment.judge(settings, all_runs)
     stem = name.replace("-", "_")
-    rows = [row for runs in all_runs for row in runs.rows(_first_seed(settings, runs))]
-    _results.write_table(out / f"{stem}.csv", rows)
+    _results.write_table(out / f"{stem}.csv", rows_of(settings, all_runs))
     _results.write_csv(out / "verdicts.csv", verdicts)
     print_verdicts(console, verdicts)
     if folder.described["scale"] == "quick":
@@ -519,7 +537,7 @@ def write_results(
         "run_seconds": round(seconds, 1),
         "commits": sorted({commit for each in made for commit in each.commits} - {""}),
         "borrowed": borrowed == len(made),
-        "axes": _axes(all_runs),
+        "axes": axes_of(all_runs),
     }
     folder.write_settings(results)
     source = f" (reused from {experiment.runs_of})" if borrowed else ""
@@ -533,7 +551,23 @@ def write_results(
     return verdicts
 
 
-def _axes(all_runs: Sequence[Runs]) -> dict[str, int]:
+def with_derived(experiment: Experiment, all_runs: Sequence[Runs]) -> list[Runs]:
+    """Return the runs with the columns that follow from the others."""
+
+    def whole(runs: Runs) -> Runs:
+        columns: Any = copy.copy(runs.columns)
+        columns.update(experiment.derived(runs))
+        return Runs(runs.point, columns)
+
+    return [whole(runs) for runs in all_runs]
+
+
+def rows_of(settings: Settings, all_runs: Sequence[Runs]) -> list[dict[str, Any]]:
+    """Return the rows of the table."""
+    return [row for runs in all_runs for row in runs.rows(_first_seed(settings, runs))]
+
+
+def axes_of(all_runs: Sequence[Runs]) -> dict[str, int]:
     """Return the number of axes of each column, the largest at any point."""
     axes: dict[str, int] = {}
     for runs in all_runs:

@@ -1,5 +1,6 @@
 """One style for all figures: legible fonts, and colours for colour-blind readers."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,10 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "pdf.fonttype": 42,  # TrueType, so that text in a PDF can be searched
 }
+
+
+# A cache of fonts without those that only formulas use would print a line for each.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
 @contextmanager

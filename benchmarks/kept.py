@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from . import report
-from ._options import Refusal
+from ._options import no_folder, Refusal
 from ._results import claim_folder, read_settings, write_whole
 from .own_task import is_own
 
@@ -26,7 +26,8 @@ def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
     write the page again."""
     if not results.is_dir():
         raise Refusal(
-            f"There is no folder '{results}'; name the folder of the results with --out."
+            f"'{results}' {no_folder(results)}; name the folder of the results with "
+            "--out."
         )
     taken = []
     for name in names:
@@ -52,9 +53,14 @@ def _copy(folder: Path, name: str, figures: Sequence[str], root: Path) -> None:
     claim_folder(target)
     for file in ("settings.json", "verdicts.csv"):
         _write(target / file, (folder / file).read_bytes())
-    packed = gzip.compress((folder / table(name)).read_bytes(), mtime=0)
-    _write(target / f"{table(name)}.gz", packed)
+    pack(folder / table(name), target)
     copy_figures(folder, name, figures, root)
+
+
+def pack(path: Path, target: Path) -> None:
+    """Compress a table into a folder."""
+    packed = gzip.compress(path.read_bytes(), mtime=0)
+    _write(target / f"{path.name}.gz", packed)
 
 
 def table(name: str) -> str:

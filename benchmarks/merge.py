@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _results
 from ._modules import EXPERIMENTS
-from ._options import Options, Refusal
+from ._options import no_folder, Options, Refusal
 from .experiment import (
     CIRCUMSTANCES,
     difference,
@@ -72,9 +72,9 @@ def merge(folders: Sequence[Path], out: Path | None) -> None:
         for key in (*CIRCUMSTANCES, "platform", "processors", "backend")
     }
     options = Options(target, first.described["scale"])
-    _results.claim_folder(target)
-    with _results.alone_in(target):
+    with _results.claimed(target), _results.alone_in(target):
         folder = Folder(target, name, settings, options, circumstances)
+        folder.announce()
         made = [_together(experiment, parts, p) for p in experiment.points(settings)]
         for each in made:
             folder.save(each)
@@ -82,6 +82,10 @@ def merge(folders: Sequence[Path], out: Path | None) -> None:
 
 
 def _read(folder: Path) -> _Part:
+    if not folder.is_dir():
+        raise Refusal(
+            f"'{folder}' {no_folder(folder)}; name folders of results to merge."
+        )
     described = _results.read_settings(folder)
     if described is None or not described.get("finished"):
         raise Refusal(

@@ -10,8 +10,9 @@ Targets that are whole numbers are classes; other numbers are values
 
 import functools
 import hashlib
+import re
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, Literal, NamedTuple
@@ -29,6 +30,9 @@ HAS_STATE = (
     "`kernel-drift` can, and so can `mnist-k` and `data-scaling` with a --grid of finite "
     "K."
 )
+
+
+PARTS = "training", "validation", "test"
 
 
 class OwnTask(NamedTuple):
@@ -81,15 +85,14 @@ def draw(path: str, num_train: int | None, seed: int) -> Any:
             "requested; set a smaller `num_train`, or smaller `sizes`, in its `settings`."
         )
     first = _drawn(path, 0) if seed != 0 else (train, validation, test)
-    if any(
-        x.shape != y.shape
-        for part, other in zip(first, (train, validation, test), strict=True)
-        for x, y in zip(part, other, strict=True)
-    ):
-        raise Refusal(
-            f"`data(seed)` of the task '{path}' must return arrays of the same shapes "
-            "for all seeds."
-        )
+    alike = lambda part: [(x.shape, x.dtype.kind == "f") for x in part]
+    for name, there, here in zip(PARTS, first, (train, validation, test), strict=True):
+        if alike(there) != alike(here):
+            raise Refusal(
+                f"`data(seed)` of the task '{path}' must return arrays of the same "
+                f"shapes and kinds for all seeds, but the {name} data are "
+                f"{_shapes(there, 0)} at seed 0 and {_shapes(here, 0)} at seed {seed}."
+            )
     return tuple(x[:num_train] for x in train), validation, test
 
 
@@ -102,31 +105,66 @@ def _drawn(path: str, seed: int) -> Any:
             f"`data({seed})` of the task '{path}' fails ({_said(error)})."
         ) from None
     try:
-        parts = tuple(tuple(map(np.asarray, part)) for part in parts)
-        good = [
-            len(x) == len(y) > 0 and x.dtype.kind in "iuf" and y.dtype.kind in "iuf"
-            for x, y in parts
-        ]
-    except (TypeError, ValueError):
-        good = []
-    if good != [True] * 3:
-        kinds = {getattr(x, "dtype", None) for x in jax.tree.leaves(parts)}
-        how = ", not booleans: write `.astype(int)`" * (np.dtype(bool) in kinds)
+        parts = _pairs(parts)
+    except _Unfit as unfit:
         raise Refusal(
             f"`data(seed)` of the task '{path}' must return three pairs of inputs and "
             "targets, for training, validation and testing, each of two arrays of "
-            f"numbers with the same length{how}."
-        )
+            f"numbers with the same length, but {unfit}."
+        ) from None
     if not all(np.isfinite(array).all() for part in parts for array in part):
         raise Refusal(f"The data of the task '{path}' are not finite at seed {seed}.")
     return parts
 
 
-def check(path: str, num_train: int | None = None) -> None:
-    """Raise `Refusal` if the model does not suit the data, or if there are too few."""
-    (inputs, targets), *others = parts = draw(path, num_train, 0)
+class _Unfit(Exception):
+    """Says in what the data are no three pairs."""
+
+
+def _pairs(parts: Any) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    try:
+        parts = list(parts)
+    except TypeError:
+        raise _Unfit(f"it returns a {type(parts).__name__}") from None
+    if len(parts) != len(PARTS):
+        raise _Unfit(f"it returns {len(parts)} of them")
+    pairs = []
+    for name, part in zip(PARTS, parts, strict=True):
+        try:
+            inputs, targets = map(np.asarray, part)
+        except (TypeError, ValueError):
+            raise _Unfit(f"the {name} data are not two arrays") from None
+        for what, x in (("inputs", inputs), ("targets", targets)):
+            if x.dtype.kind not in "iuf" or not x.ndim:
+                raise _Unfit(f"the {name} {what} are {_instead(x)}")
+        if len(inputs) != len(targets):
+            counted = f"{len(inputs):,} {name} inputs and {len(targets):,} targets"
+            raise _Unfit(f"there are {counted}")
+        if not len(inputs):
+            raise _Unfit(f"there are no {name} data")
+        pairs.append((inputs, targets))
+    return tuple(pairs)
+
+
+def _instead(x: np.ndarray) -> str:
+    """Describe what is no array of numbers, and say what to do."""
+    if x.dtype.kind in "SU" or any(isinstance(each, str) for each in x.flat):
+        return "strings: number the classes from 0"
+    if x.dtype.kind == "b":
+        return "booleans: write `.astype(int)`"
+    return f"of type {x.dtype}" if x.ndim else "a single number"
+
+
+def check(path: str, num_train: int | None = None, seeds: Sequence[int] = (0,)) -> None:
+    """Raise `Refusal` if the model does not suit the data of all seeds, or if there are
+    too few of them."""
+    (inputs, targets), *others = draw(path, num_train, 0)
+    ends = [
+        (min(y.min() for _, y in parts), max(y.max() for _, y in parts))
+        for parts in (draw(path, num_train, seed) for seed in (0, *seeds))
+    ]
     kinds = lambda part: [(x.shape[1:], x.dtype.kind == "f") for x in part]
-    for name, part in zip(("validation", "test"), others, strict=True):
+    for name, part in zip(PARTS[1:], others, strict=True):
         if kinds(part) != kinds((inputs, targets)):
             raise Refusal(
                 f"The {name} data of the task '{path}' are {_shapes(part)} for each "
@@ -136,6 +174,12 @@ def check(path: str, num_train: int | None = None) -> None:
 
     def outputs_of(key, inputs):
         model, state = with_state(read(path).model(key))
+        if not jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)):
+            raise Refusal(
+                f"The model of the task '{path}' has nothing to train; `model(key)` must "
+                "return an Equinox module, or another pytree, with arrays of real "
+                "numbers as parameters."
+            )
         if state is None:
             return jax.vmap(model)(inputs)
         call = jax.vmap(model, (0, None), (0, None), axis_name="batch")
@@ -143,10 +187,18 @@ def check(path: str, num_train: int | None = None) -> None:
 
     try:
         outputs = eqx.filter_eval_shape(outputs_of, jax.random.key(0), inputs)
+    except Refusal:
+        raise
     except Exception as error:
+        advice = ""
+        if re.search(r"\bkey\b", str(error)):
+            advice = (
+                "; it is called without a key, so remove its dropout, or switch it off "
+                "by `eqx.nn.inference_mode`"
+            )
         raise Refusal(
             f"The model of the task '{path}' fails on examples of shape "
-            f"{inputs.shape[1:]} ({_said(error)})."
+            f"{inputs.shape[1:]} ({_said(error)}){advice}."
         ) from None
     shape = getattr(outputs, "shape", None)
     if shape is None or not jax.numpy.issubdtype(outputs.dtype, jax.numpy.floating):
@@ -159,10 +211,12 @@ def check(path: str, num_train: int | None = None) -> None:
                 "shapes equal, or the targets whole numbers if they are classes."
             )
         return
-    if not shape[1:]:
+    if shape[1:] == () or shape[-1] == 1:
         raise Refusal(
             f"The model of the task '{path}' returns one number, but its targets are "
-            "classes; give it an output for each class, such as two for two classes."
+            "classes, for which a single logit is not supported; give it an output for "
+            "each class, such as two for two classes, or make the targets real numbers "
+            "if they are values."
         )
     if shape[:-1] != targets.shape:
         raise Refusal(
@@ -171,8 +225,7 @@ def check(path: str, num_train: int | None = None) -> None:
             f"shape {targets.shape[1:]}; make the targets real numbers if they are "
             "values."
         )
-    low = min(int(y.min()) for _, y in parts)
-    high = max(int(y.max()) for _, y in parts)
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
     if low < 0 or high >= shape[-1]:
         raise Refusal(
             f"The model of the task '{path}' has {shape[-1]} outputs, but the classes "
@@ -225,9 +278,10 @@ def described(kind: Any) -> str:
     return {int: "a whole number", float: "a number"}.get(kind, f"a {kind.__name__}")
 
 
-def _shapes(part: tuple[np.ndarray, np.ndarray]) -> str:
-    """Describe the inputs and targets of one example."""
-    each = [f"{'real' if x.dtype.kind == 'f' else 'whole'} {x.shape[1:]}" for x in part]
+def _shapes(part: tuple[np.ndarray, np.ndarray], start: int = 1) -> str:
+    """Describe the inputs and targets of one example, or of all from axis 0 on."""
+    kinds = ["real" if x.dtype.kind == "f" else "whole" for x in part]
+    each = [f"{kind} {x.shape[start:]}" for kind, x in zip(kinds, part, strict=True)]
     return " and ".join(each)
 
 

@@ -18,9 +18,18 @@ from typing import Any, Literal
 from . import report
 from ._modules import EXPERIMENTS
 from ._options import Refusal
-from ._results import read_settings, write_csv, write_json
-from .experiment import DAMAGED, Experiment, Point, Runs, Settings
-from .kept import copy_figures, KEPT, PAGE, ROOT, table
+from ._results import read_settings, write_csv, write_json, write_table
+from .experiment import (
+    axes_of,
+    DAMAGED,
+    Experiment,
+    Point,
+    rows_of,
+    Runs,
+    Settings,
+    with_derived,
+)
+from .kept import copy_figures, KEPT, pack, PAGE, ROOT, table
 from .verdicts import Verdict
 
 
@@ -67,11 +76,16 @@ def _again(name: str, root: Path) -> Counter[Found]:
         raise Refusal("no results of it are kept")
     experiment = importlib.import_module(EXPERIMENTS[name]).EXPERIMENT
     settings, all_runs = _read(folder / f"{table(name)}.gz", experiment, content)
+    all_runs = with_derived(experiment, all_runs)
     verdicts = experiment.judge(settings, all_runs)
     print(f"{name}:")
     counts = _compared(report.read_verdicts(folder / "verdicts.csv"), verdicts)
     more: dict[str, Any] = {"paper": experiment.paper}
     with tempfile.TemporaryDirectory() as drawn:
+        if any(experiment.derived(runs) for runs in all_runs):
+            more["axes"] = content["axes"] | axes_of(all_runs)
+            write_table(Path(drawn) / table(name), rows_of(settings, all_runs))
+            pack(Path(drawn) / table(name), folder)
         try:
             more["figures"] = dict(experiment.draw(settings, all_runs, Path(drawn)))
             copy_figures(Path(drawn), name, more["figures"], root)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from . import thresholds
 from ._modules import EXPERIMENTS, summary
-from ._options import Refusal
+from ._options import no_folder, Refusal
 from ._page import (
     Block,
     Code,
@@ -129,6 +129,11 @@ def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
 
 def _no_results(folder: Path) -> str:
     """Say why a folder has no results, and name those that bear other names."""
+    if not folder.is_dir():
+        return (
+            f"'{folder}' {no_folder(folder)}; run `python -m benchmarks all` first, or "
+            "name the folder of the results with --out."
+        )
     others = sorted(path.parent.name for path in folder.glob("*/settings.json"))
     if others:
         return (

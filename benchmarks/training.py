@@ -521,6 +521,19 @@ def flow_error(
     return float(gnlin.features.parameter_distance(flow, literal) / moved)
 
 
+def flow_described(all_runs: Sequence[Runs], num_steps: float, where: str = "") -> str:
+    """Say, for a caption, which periods are computed as gradient flow and, if the runs
+    have measured it, its error against literal steps."""
+    said = f"K steps are computed as gradient flow from K = {FLOW_FROM:g} on"
+    measured = [runs["flow_error"] for runs in all_runs if "flow_error" in runs.columns]
+    if not measured:
+        return said
+    return (
+        f"{said}, which{where} differs by at most {np.max(measured):.1e} of a step from "
+        f"{num_steps:,.0f} literal steps"
+    )
+
+
 #
 # Mini-batches
 #
@@ -858,8 +871,15 @@ def draw_band(
 ) -> None:
     """Draw the mean over the seeds and their range over inner steps, by default in per
     cent."""
-    steps = runs["inner_steps"].mean(axis=0)
-    band(axes, steps, scale * runs[name], colour, label)
+    steps, values = runs["inner_steps"].mean(axis=0), scale * runs[name]
+    band(axes, steps, values, colour, label)
+    ended = runs.final("stable") == 0 if "stable" in runs.columns else np.zeros(1, bool)
+    if ended.any():
+        end = steps[-1], values[:, -1].mean()
+        axes.plot(*end, "X", color=colour, markersize=9)
+        said = f"{ended.sum()} of {len(ended)} diverged"
+        offset = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(said, end, color=colour, fontsize="small", **offset)
 
 
 def mark_updates(axes: Any, runs: Runs) -> None:

@@ -233,7 +233,9 @@ def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) 
     if found.num_seeds > 1 and found.low == found.high:
         if not is_mean:
             return "nearly all resamples give the same value"
-        return f"all {found.num_seeds} values are the same"
+        same = f"all {found.num_seeds} values are the same"
+        few = least_exact(found.num_seeds) >= 1 - CONFIDENCE
+        return same + few * ", and so few equal values decide nothing"
     bounds = [b for b in (threshold.above, threshold.below) if np.isfinite(b)]
     spare = min(abs(found.estimate - bound) for bound in bounds)
     noise = (found.high - found.low) / 2

@@ -11,11 +11,12 @@ from test_benchmarks_k_vs_lambda import runs_of
 from test_benchmarks_own_task import settings_of, TASK, written
 from test_benchmarks_schedules import scheduled
 
+from benchmarks import training
 from benchmarks.experiment import Runs
 from benchmarks.experiments import schedules, solved_subproblem
 from benchmarks.experiments.k_vs_lambda import _figures
 from benchmarks.experiments.k_vs_lambda._curves import DAMPED, DESCENT
-from benchmarks.experiments.k_vs_lambda._tasks import make_task, QUICK
+from benchmarks.experiments.k_vs_lambda._tasks import CLASSES, make_task, QUICK
 from benchmarks.figures import band, figure
 
 
@@ -155,6 +156,46 @@ def test_a_line_breaks_at_a_strength_that_is_not_compared():
     _figures._draw_difference(axes, make_task(QUICK, "digits"), a, b, "#000000")
     drawn = axes.lines[0].get_ydata()
     np.testing.assert_array_equal(np.isfinite(drawn), [True, False, True, True])
+
+
+def test_the_differences_are_drawn_where_strengths_are_compared(drawn, tmp_path):
+    """Both train at the last two of four strengths, and the legend covers nothing."""
+    error = np.random.default_rng(0).uniform(0.2, 0.3, (4, 4))
+    loss = [[1.0, 1.0, 0.01, 0.01]] * 4
+    names = "digits", CLASSES, "quintic"
+    tasks = {name: make_task(QUICK, name) for name in names}
+    both = {by: runs_of(by, error, train_loss=loss) for by in (DESCENT, DAMPED)}
+    untrained = {by: runs_of(by, error, train_loss=1.0) for by in (DESCENT, DAMPED)}
+    by_task = dict.fromkeys(names, both) | {CLASSES: untrained}
+    _figures._draw_differences(tmp_path / "difference.png", tasks, by_task)
+    for name, panel in zip(names, drawn[0].axes, strict=True):
+        known = name != CLASSES
+        assert panel.get_xlim() == ((5, 200) if known else (0.05, 200))
+        if known:
+            drawn[0].draw_without_rendering()
+            legend = panel.get_legend().get_window_extent()
+            assert legend.y1 < panel.get_window_extent().y0
+            assert legend.y0 >= drawn[0].bbox.y0
+
+
+@pytest.mark.parametrize("number", [0, 2, SEEDS])
+def test_a_line_of_diverged_runs_is_marked_at_its_end(number):
+    steps = np.tile([[10.0, 20.0]], (SEEDS, 1))
+    stable = np.ones((SEEDS, 2))
+    stable[:number, -1] = 0
+    columns = {"inner_steps": steps, "test_accuracy": steps / 100, "stable": stable}
+    axes = Figure().subplots()
+    training.draw_band(axes, Runs({}, columns), "test_accuracy", "blue", "x")
+    said = [text.get_text() for text in axes.texts]
+    assert said == ([f"{number} of {SEEDS} diverged"] if number else [])
+    if number:
+        np.testing.assert_allclose(axes.lines[-1].get_xydata(), [[20, 20]])
+
+
+def test_a_missing_font_is_no_news(tmp_path, caplog):
+    with figure(tmp_path / "text.png") as drawing:
+        drawing.text(0.5, 0.5, "text", fontfamily="No Such Font")
+    assert not caplog.records
 
 
 def test_the_interval_of_a_single_strength_is_seen():

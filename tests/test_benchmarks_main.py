@@ -134,7 +134,10 @@ def test_a_refused_run_leaves_its_folder_free(tmp_path, capsys):
 def test_keeping_results_of_no_folder_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["keep", "--out", "out/nope"]) == 2
-    assert "There is no folder 'out/nope'" in capsys.readouterr().err
+    assert (
+        "'out/nope' does not exist; name the folder of the results"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("within", ["", "folder"])

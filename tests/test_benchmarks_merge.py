@@ -92,6 +92,38 @@ def same_arrays(merged, whole):
 
 
 @pytest.mark.usefixtures("made_up")
+def test_merged_runs_that_are_replaced_are_announced(tmp_path, capsys):
+    parts = [run(tmp_path / "a", seeds=1), run(tmp_path / "b", seeds=1, first_seed=1)]
+    out = tmp_path / "out"
+    merge.merge(parts, out)
+    assert "Replaces" not in capsys.readouterr().out
+    merge.merge(parts, out)
+    said = f"Replaces the finished runs of 3 points in '{out}'.\n"
+    assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("name", ["settings.json", "missing"])
+def test_an_input_that_is_no_folder_is_named_as_one(name, tmp_path, capsys):
+    part, other = run(tmp_path / "a"), tmp_path / "a" / name
+    assert main(["merge", str(part), str(other), "--out", str(tmp_path / "out")]) == 2
+    why = "is a file" if other.exists() else "does not exist"
+    said = f"'{other}' {why}; name folders of results to merge.\n"
+    assert capsys.readouterr().err == said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_damaged_input_is_not_about_the_output(tmp_path, capsys):
+    part, other = run(tmp_path / "a"), run(tmp_path / "b", seeds=1, first_seed=6)
+    (other / "settings.json").write_text("{")
+    assert main(["merge", str(part), str(other), "--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "settings.json' cannot be read" in message
+    assert "--out" not in message
+
+
+@pytest.mark.usefixtures("made_up")
 def test_merged_parts_are_the_whole_run(tmp_path, monkeypatch):
     # The point without seeds has the runs of the first part, so compare equal parts.
     monkeypatch.setattr(sys.modules["made_up"], "EXPERIMENT", WITH_SEEDS)

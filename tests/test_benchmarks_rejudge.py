@@ -146,6 +146,29 @@ def test_without_a_change_all_is_as_kept(root, use, capsys):
     assert "3 claims of 1 experiments: 3 as kept.\n" in capsys.readouterr().out
 
 
+def test_columns_that_follow_from_others_are_added_to_the_table(root, use):
+    large = lambda runs: {"large": runs.final("loss") > 4}
+    use(dataclasses.replace(made_up(), derived=large))
+    path = root / kept.KEPT / "made-up" / "made_up.csv.gz"
+
+    def rows():
+        with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    before = rows()
+    assert rejudge.rejudge(["made-up"], root)
+    last = {(r["by"], r["period"], r["seed"]): r["loss"] for r in before}
+    for old, new in zip(before, rows(), strict=True):
+        loss = last[new["by"], new["period"], new["seed"]]
+        assert new.pop("large") == str(float(loss) > 4)
+        assert new == old
+    settings = json.loads((path.parent / "settings.json").read_text())
+    assert settings["axes"]["large"] == 1
+    packed = path.read_bytes()
+    assert rejudge.rejudge(["made-up"], root)
+    assert path.read_bytes() == packed
+
+
 def test_other_words_are_carried_over(root, use, capsys):
     use(made_up("it is above 0"))
     old = json.loads(files(root)[1].read_text())

@@ -266,7 +266,8 @@ def test_an_empty_folder_is_refused_and_left_alone(exists, tmp_path):
     folder = tmp_path / "results"
     if exists:
         folder.mkdir()
-    with pytest.raises(Refusal, match="has no results") as refusal:
+    why = "has no results" if exists else "does not exist"
+    with pytest.raises(Refusal, match=why) as refusal:
         report.write(folder, NAMES)
     assert str(folder) in str(refusal.value)
     assert folder.exists() == exists

@@ -206,6 +206,17 @@ def test_one_value_of_many_seeds_decides_by_their_number(value):
     assert found.note == "all 8 values are the same"
 
 
+@pytest.mark.parametrize(("number", "outcome"), [(5, "undecided"), (6, "confirmed")])
+def test_a_few_equal_values_are_said_to_decide_nothing(number, outcome):
+    found = judged([1.0] * number)
+    assert found.outcome == outcome
+    said = "so few equal values decide nothing"
+    assert (said in found.note) == (outcome == "undecided")
+    assert found.note.startswith(f"all {number} values are the same")
+    on_the_bound = judged([0.0] * number)
+    assert (said in on_the_bound.note) == (number == 5)
+
+
 def test_seeds_without_a_value_are_counted_and_too_many_of_them_prevent_the_test():
     one, two = [*VALUES, np.nan], [*VALUES, np.nan, np.inf]
     assert (judged(one).outcome, judged(one).num_left_out) == ("confirmed", 1)

@@ -115,7 +115,11 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
         by_validation = np.log10(errors(settings, all_runs, first, stop))
         larger = f"K = infinity has a larger error than K = {first:g}"
         largest = f"n = {max(settings.sizes):,}"
-        ratio = f"log10 of the ratio of test errors, K = infinity over K = {first:g}"
+        ratio = (
+            "log10 of the ratio of test errors, K = infinity at its solution (1 - "
+            f"test_accuracy_linearised) over K = {first:g} (1 - test_accuracy) at its "
+            "look with the largest"
+        )
         verdicts += [
             judge(
                 "With more data, the error for K = infinity falls more slowly than for "
@@ -127,13 +131,13 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
             ),
             judge(
                 f"{larger} at {largest}",
-                f"{ratio} at its best look on the test images",
+                f"{ratio} test_accuracy",
                 (found[math.inf] - found[first])[:, -1],
                 thresholds.RISES,
             ),
             judge(
                 f"{larger}, stopped early on validation images, at {largest}",
-                f"{ratio} at its best look on the validation images",
+                f"{ratio} validation_accuracy",
                 (found[math.inf] - by_validation)[:, -1],
                 thresholds.RISES,
             ),

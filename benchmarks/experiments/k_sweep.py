@@ -153,6 +153,8 @@ def points(settings: KSweep) -> Sequence[Point]:
 
 def train(settings: KSweep, point: Point, place: Place) -> Columns:
     columns = _train(settings, point, place)
+    if point == _first_flow(settings):
+        columns |= {"flow_error": _flow_errors(settings, place)}
     return columns | {"first_test_accuracy": training.untouched(settings, place)}
 
 
@@ -202,13 +204,24 @@ def _damped(
     return gnlin.TruncatedGaussNewton(settings.tolerance, jnp.asarray(damping), **form)
 
 
-def _flow_error(settings: KSweep) -> float:
-    """Return the error of gradient flow at `FLOW_FROM`, the smallest K that uses it."""
-    data = training.load(settings, Place(), 0).train
-    model = training.stateless(settings)(jax.random.key(0))
-    return training.flow_error(
-        model, data, loss_of(data[1]), settings.learning_rate, int(training.FLOW_FROM)
-    )
+def _first_flow(settings: KSweep) -> Point | None:
+    """Return the point with the smallest period that is computed as gradient flow, whose
+    runs measure the error of the flow."""
+    if settings.batch_size is not None:
+        return None
+    rate, flows = settings.learning_rate, lambda k: k >= training.FLOW_FROM
+    period = min(filter(flows, settings.periods), default=None)
+    return {"solver": DESCENT, "learning_rate": rate, "period": period}
+
+
+def _flow_errors(settings: KSweep, place: Place) -> Float[ndarray, " seeds"]:
+    """Return the error of gradient flow at `FLOW_FROM`."""
+    make_model, found = training.stateless(settings), []
+    for seed in settings.each_seed:
+        data, rate = training.load(settings, place, seed).train, settings.learning_rate
+        how = loss_of(data[1]), rate, int(training.FLOW_FROM)
+        found.append(training.flow_error(make_model(jax.random.key(seed)), data, *how))
+    return np.array(found)
 
 
 def _line(settings: KSweep, all_runs: Sequence[Runs], solver: str) -> list[Runs]:
@@ -481,10 +494,7 @@ def _caption(settings: KSweep, all_runs: Sequence[Runs]) -> str:
         f"Runs end at a mean training loss of {training.enough(settings)}; {left_out} of "
         f"{number} do not reach it, and are left out. Training with K = "
         f"{min(settings.periods):g} takes {training_length(settings, line):,.0f} steps "
-        "(median). From K = "
-        f"{training.FLOW_FROM:g} on, K steps are computed as gradient flow, which "
-        f"differs by {_flow_error(settings):.1e} of a step from "
-        f"{training.FLOW_FROM:,.0f} literal steps."
+        f"(median). {training.flow_described(all_runs, training.FLOW_FROM)}."
     )
 
 

@@ -193,6 +193,13 @@ def apart(
     return first_solved(all_runs, damping, by, "damped_loss", steps) / newton - 1
 
 
+def left_out(runs: Runs) -> Columns:
+    """Return which runs are left out; nothing for a single problem."""
+    if runs.point["solved_by"] is not None:
+        return {}
+    return {"left_out": np.isnan(training.counted(runs, runs.final("test_accuracy")))}
+
+
 def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdict]:
     judged = usable(settings, all_runs)
     accuracy = finals(settings, all_runs, "test_accuracy").T[:, judged]
@@ -273,7 +280,7 @@ def _caption(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> str:
         f"mean training loss is {training.enough(settings)}; means and ranges over "
         f"{settings.seeds} seeds, {training.described(settings)}. {left_out} of "
         f"{number} runs do not reach this loss or have an unsolved problem, and are "
-        "left out. "
+        "left out (`left_out` in the table). "
     )
     if settings.batch_size is not None:
         return f"{said}Each problem is solved by {settings.period:,} steps of Adam."
@@ -318,6 +325,7 @@ EXPERIMENT = Experiment(
     paper="The paper trains a CNN on CIFAR-10 with cross-entropy, and solves each "
     "linearised problem by Adam. More damping generalises better.",
     grid="dampings",
+    derived=left_out,
     own=training.own,
     rehearsed=True,
 )

@@ -190,10 +190,21 @@ def draw(settings: Stability, all_runs: Sequence[Runs], out: Path) -> Mapping[st
     if settings.batch_size is None:
         longer = f", or {settings.fewest_updates} feature updates if these are longer"
     return {
-        "stability": "Share of the runs that diverge, by learning rate and K. The loss "
-        f"is summed over the images. A run takes {settings.num_steps:,} steps{longer}. "
-        f"{settings.seeds} seeds; {training.described(settings)}."
+        "stability": "Share of the runs that diverge, by learning rate and K (the "
+        "column `diverged` of the table): a run diverges if its numbers are not finite "
+        "(then `stable` is false), if its training loss ends more than "
+        f"{NOISE:.0%} above {_start(all_runs)}, or if its outputs have become constant, "
+        f"which is a loss within {ROUNDING:g} of that of the best constant outputs. The "
+        f"loss is summed over the images. A run takes {settings.num_steps:,} steps"
+        f"{longer}. {settings.seeds} seeds; {training.described(settings)}."
     }
+
+
+def _start(all_runs: Sequence[Runs]) -> str:
+    """Say with what the last loss is compared (see `diverged`)."""
+    if all("first_train_loss" in runs.columns for runs in all_runs):
+        return "that before training"
+    return "that of the best constant outputs, near which training begins"
 
 
 EXPERIMENT = Experiment(
@@ -204,6 +215,7 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
+    derived=lambda runs: {"diverged": diverged(runs)},
     paper="The paper trains a CNN on CIFAR-10. A learning rate of 10^-4 diverges above "
     "K = 5, and 10^-5 is stable up to K = 20,000, so the largest stable learning "
     "rate falls as K grows, but by at most a factor of ten.",

@@ -39,16 +39,19 @@ from ...experiment import Columns, Experiment, Place, Point
 from ...linear_theory import linear_problem, ridge_and_flow
 from ...networks.mlp import dead_units
 from ...scores import guessing_loss
-from ...training import FLOW_FROM, outputs_of
+from ...training import flow_error, FLOW_FROM, outputs_of
 from ._curves import DAMPED, DESCENT, eigenvalues, SOLVERS
 from ._figures import draw
 from ._tasks import (
     AnySettings,
+    CHECKED,
+    CLASSES,
     EMBEDDED,
     FULL,
     make_task,
     MEDIUM,
     names_of,
+    OWN,
     own,
     QUICK,
     start,
@@ -69,7 +72,10 @@ def points(settings: AnySettings) -> list[Point]:
 def train(settings: AnySettings, point: Point, place: Place) -> Columns:
     task, solver = make_task(settings, str(point["task"])), str(point["solver"])
     if place.rehearsal is None:
-        return _train(settings, task, solver)
+        found = _train(settings, task, solver)
+        if point["task"] in (CLASSES, OWN) and solver == DESCENT:
+            return {**found, **_flow_errors(settings, task)}
+        return found
     middle = settings.periods[len(settings.periods) // 2]
     one_run = dataclasses.replace(settings, seeds=1, periods=(middle,))
 
@@ -80,6 +86,20 @@ def train(settings: AnySettings, point: Point, place: Place) -> Columns:
     num_runs = settings.seeds * task.more_seeds * len(settings.periods)
     program = point["task"], solver
     place.rehearsal(program, num_runs, task.num_steps, attempt, whole=True)
+
+
+def _flow_errors(settings: AnySettings, task: Task) -> Columns:
+    """Return the error of gradient flow, if a loss that is not quadratic needs it."""
+    models = [start(task, jax.random.key(seed)) for seed in settings.each_seed]
+    if task.loss.is_quadratic or any(state is not None for _, state in models):
+        return {}
+    how = task.loss, task.learning_rate, CHECKED
+    data = [task.drawn(seed)[0] for seed in settings.each_seed]
+    errors = [
+        flow_error(model, of_seed, *how)
+        for (model, _), of_seed in zip(models, data, strict=True)
+    ]
+    return {"flow_error": np.array(errors)}
 
 
 def _train(settings: AnySettings, task: Task, solver: str) -> Columns:

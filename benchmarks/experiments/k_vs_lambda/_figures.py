@@ -20,9 +20,10 @@ from ... import thresholds
 from ...experiment import only, Runs
 from ...figures import BLACK, BLUE, figure, fill, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from ...thresholds import MOST_UNFINISHED
-from ...training import flow_error, FLOW_FROM
+from ...training import flow_described
 from ...verdicts import interval
 from ._curves import (
+    ALIKE,
     both_train,
     compared,
     DAMPED,
@@ -38,7 +39,7 @@ from ._curves import (
 )
 from ._tasks import (
     AnySettings,
-    CLASSES,
+    CHECKED,
     DRAWN,
     make_task,
     names_of,
@@ -46,7 +47,6 @@ from ._tasks import (
     OWN,
     OwnKVsLambda,
     RELU,
-    start,
     Task,
 )
 
@@ -57,9 +57,6 @@ _LEAST_LOSS, _LARGEST_RATIO = 1e-8, 12
 """Ends of the drawn ranges."""
 _BIN = 1 / 2
 """Width of a bin, in decades."""
-_CHECKED = 1000
-"""Number of literal steps with which gradient flow is compared."""
-
 LOOKS: dict[str, dict[str, Any]] = {
     DESCENT: {
         "label": "$K$ gradient steps",
@@ -124,7 +121,7 @@ def _caption(settings: AnySettings, tasks, by_task) -> str:
         f"{_seeds(settings, tasks)}. At the grey strengths most runs of one of the two "
         f"methods are not trained to {thresholds.PART_OF_GUESSING:.0%} of the loss of "
         f"the best constant outputs. {diverged} of {number} runs diverged; no median is "
-        f"drawn where one did. {_setting(settings, tasks)}"
+        f"drawn where one did. {_setting(settings, tasks, all_runs)}"
     )
 
 
@@ -135,8 +132,11 @@ def _seeds(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
     return f"{settings.seeds} seeds ({more} for the quintic with squared error)"
 
 
-def _setting(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
+def _setting(
+    settings: AnySettings, tasks: Mapping[str, Task], all_runs: Sequence[Runs]
+) -> str:
     """Describe the tasks, and the error of gradient flow on one of them."""
+    where = ""
     if isinstance(settings, OwnKVsLambda):
         task = tasks[OWN]
         said = (
@@ -145,27 +145,16 @@ def _setting(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
         )
         if task.loss.is_quadratic:
             return said
-        where = "which"
     else:
-        task = tasks[CLASSES]
+        where = " on the digits"
         said = (
             "The quintic is fitted at 20 points by a 5-layer network with ReLU or tanh, "
             f"and {10 * settings.images_per_class} images of digits by a 64-40-10 "
             "network."
         )
         where = "which on the digits"
-    said += (
-        " With cross-entropy, K steps are computed as gradient flow from "
-        f"K = {FLOW_FROM:g} on"
-    )
-    model, state = start(task, jax.random.key(0))
-    if state is not None:
-        return f"{said}."
-    error = flow_error(model, task.train, task.loss, task.learning_rate, _CHECKED)
-    return (
-        f"{said}, {where} differs by {error:.1e} of a step from {_CHECKED:,} literal "
-        "steps."
-    )
+    flow = flow_described(all_runs, CHECKED, where)
+    return f"{said} With cross-entropy, {flow}."
 
 
 def _difference_caption(settings: AnySettings, tasks: Mapping[str, Task], by_task) -> str:
@@ -182,7 +171,8 @@ def _difference_caption(settings: AnySettings, tasks: Mapping[str, Task], by_tas
     listed = "; ".join(of(name, task) for name, task in tasks.items())
     return (
         "Test error after K steps less that of damping of equal strength, at the "
-        "strengths at which both train and their filters differ; means and 95 % "
+        "strengths at which both train and their filters differ, which is where the "
+        f"largest eigenvalue of a final kernel is above {ALIKE:g} lambda; means and 95 % "
         f"bootstrap intervals over {_seeds(settings, tasks)}. Between the grey lines "
         "the two count as equal. Dotted: the difference from damping that solves as "
         "much of the kernel as K steps do, where most seeds have one. Number of "
@@ -289,7 +279,7 @@ def _draw_differences(
     }
     if OWN in tasks:
         panels = {tasks[OWN].title: lambda name, task: True}
-    with figure(path, width=5 * len(panels), height=5) as drawing:
+    with figure(path, width=5 * len(panels), height=5.8) as drawing:
         (axes,) = drawing.subplots(1, len(panels), squeeze=False)
         for panel, (title, belongs) in zip(axes, panels.items(), strict=True):
             shown = {name: task for name, task in tasks.items() if belongs(name, task)}
@@ -302,14 +292,20 @@ def _draw_differences(
             for end in (task.margin.above, task.margin.below):
                 panel.axhline(scale * end, color="#888888", linewidth=1)
             panel.axhline(0, color=BLACK, linewidth=0.8)
-            dampings = [by_task[name][DAMPED]["damping"][0] for name in shown]
-            ends = np.min(dampings) / 2, 2 * np.max(dampings)  # even if none is compared
-            panel.set(
-                xlim=ends, xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$"
-            )
+            panel.set(xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$")
+            panel.set_xlim(_ends([by_task[name] for name in shown]))
             panel.set_ylabel(f"Test error, $K$ steps less damping ({unit})")
             if panel.get_legend_handles_labels()[0]:
-                panel.legend(fontsize="small", frameon=True, edgecolor="none")
+                below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+                panel.legend(fontsize="small", ncols=2, **below)
+
+
+def _ends(shown: Sequence[dict[str, Runs]]) -> tuple[float, float]:
+    """Return the ends of the strengths that are compared, or of all if none is."""
+    each = [(both[DAMPED]["damping"][0], compared(*_pair(both))) for both in shown]
+    some = [damping[known] for damping, known in each if known.any()]
+    dampings = np.concatenate(some or [damping for damping, _ in each])
+    return dampings.min() / 2, 2 * dampings.max()
 
 
 def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> None:

@@ -173,6 +173,10 @@ class Task:
         return float(f"{float(exact):.12g}")
 
 
+CHECKED = 1000
+"""Number of literal steps with which gradient flow is compared."""
+
+
 def num_tested(task: Task) -> int:
     """Return the number of test outputs for the theory."""
     _, test = task.drawn(0)
