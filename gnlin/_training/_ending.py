@@ -213,4 +213,6 @@ def _is_worse(first: float, last: float, multiple: float = _WORSE) -> bool:
 
 
 def _has_not_moved(rows: Mapping[str, np.ndarray]) -> bool:
-    return bool(np.any(rows["loss"])) and not np.any(rows["gradient_norm"])
+    losses = rows["loss"]
+    is_loss = bool(np.any(losses)) and bool(np.all(np.isfinite(losses)))
+    return is_loss and not np.any(rows["gradient_norm"])
