@@ -171,7 +171,7 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
-            doubt = after_batches(self.history, made_all=not self._reason)
+            doubt = after_batches(self._setting, self.history, made_all=not self._reason)
             self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
             if not self.complaint:
                 self.complaint = of_statistics(self.model, self.model_state)

@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._common._sharding import is_here
+from .._linearisation._objective import GroupLosses
+from .._solver import LevenbergMarquardt
 from ..losses import SquaredError
 from ._messages import LAST_FINITE, result_name, why_it_ended
 from ._solution import losses_by_group
@@ -21,9 +23,11 @@ from ._step import Carry, StepSettings
 _LOOKED_BACK = 10
 # The loss has risen, or is far off, if it is more than this multiple of the first loss.
 _WORSE, _FAR_OFF = 2.0, 100.0
-# Across batches it has also risen if the mean of the last losses exceeds the first loss,
-# and more than this part of all pairs of an early and a late loss rise.
-_RISEN = 0.9
+# Across batches the first and the last tenth of the losses are compared. More than this
+# part of all pairs of an early and a late loss rise if the loss has risen, by however
+# little. Noise makes half of them rise, give or take a standard deviation; with losses
+# that are `_WORSE`, this many standard deviations are enough.
+_RISEN, _DEVIATIONS = 0.9, 2.0
 # A run has lost its progress if the median loss over some tenth of the steps is less than
 # this part of the median over the last tenth, and the latter is still more than the
 # second part of the first loss.
@@ -102,7 +106,9 @@ def after_full_batch(
     return ""
 
 
-def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
+def after_batches(
+    setting: StepSettings, rows: Mapping[str, np.ndarray], *, made_all: bool
+) -> str:
     """Return a sentence with a doubt about a run of `gnlin.fit`, or "".
 
     - `rows`: the history.
@@ -117,27 +123,39 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
             "`gnlin.fit` made no step: none lowered the loss of its batch. Scale each "
             "input to mean 0 and variance 1, or use more damping."
         )
+    since = _risen_from(losses)
+    if not since:
+        return ""
+    more = "use more damping, larger batches or a smaller learning rate"
+    if isinstance(setting.loss, GroupLosses) and setting.loss.is_drawn:
+        more = "draw more points in each step, or use more damping"
+    if not isinstance(setting.solver, LevenbergMarquardt):
+        more += ", or `gnlin.LevenbergMarquardt()` in place of this solver"
+    return f"`gnlin.fit` made all {len(losses)} steps, but the loss rose {since}: {more}."
+
+
+def _risen_from(losses: np.ndarray) -> str:
+    """Return from where to where the losses of batches have risen, in words, or "".
+
+    Medians are compared, because a batch with an outlier has a large loss at any time.
+    """
     some = min(_LOOKED_BACK, len(losses) // 2)
-    early, late = losses[:some], losses[-some:]
-    # Medians, because a batch with an outlier has a large loss at any time.
     size = max(some, len(losses) // 10)
     parts = losses[-(len(losses) // size * size) :].reshape(-1, size)
     *between, end = np.median(parts, axis=1)
     # A loss of zero, such as that of a batch whose targets are met, cannot be the unit.
-    first = float(next((loss for loss in losses if loss != 0), 0.0))
-    last = float(np.mean(late))
+    known = losses[losses != 0] if np.any(losses) else losses
+    first, start = float(known[0]), float(np.median(known[:size]))
     best = min(between, default=end)
-    lost = 0 < best < _LOST * end and end > _SOLVED * first
-    since = f"{best:.3g} in between" if lost else f"{first:.3g}"
-    # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
-    risen = last > first and np.mean(late > early[:, None]) > _RISEN
-    if not (risen or lost or _is_worse(first, last)):
-        return ""
-    return (
-        f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {since} to "
-        f"{last:.3g}: use more damping, larger batches or a smaller learning rate, or "
-        "`gnlin.LevenbergMarquardt()` in place of another solver."
-    )
+    if 0 < best < _LOST * end and end > _SOLVED * first:
+        return f"from {best:.3g} in between to {end:.3g}"
+    share = np.mean(losses[-size:] > losses[:size, None])
+    deviation = np.sqrt((2 * size + 1) / (12 * size**2))  # of the share, by chance
+    by_much = _is_worse(start, end) and end > min(first, _LOST * first)
+    enough = min(_RISEN, 0.5 + _DEVIATIONS * deviation) if by_much else _RISEN
+    if share > enough and (by_much or end > max(first, start)):
+        return f"from {start:.3g} to {end:.3g}"
+    return ""
 
 
 def explains_little(driver: str, loss: Any, data: tuple, last: float, remedy: str) -> str:

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import check_callable, check_count, check_flag, is_traced, nan_unless
+from .._common._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    is_traced,
+    nan_unless,
+)
 from .._common._tree import Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linear_algebra._covariance import (
