@@ -17,7 +17,7 @@ from .._jacobian import multiplied
 from ..losses import AbstractElementwiseLoss, AbstractLoss
 from ..losses._base import as_outputs, has_observed_factor, Reduction
 from ..losses._factors import AbstractFactor, IdentityFactor
-from ._linearisation import Linearisation
+from ._linearisation import check_outputs, Linearisation
 from ._quadratic import Quadratic
 
 
@@ -389,6 +389,7 @@ def objective_of(
 ) -> BatchLoss | GroupLoss:
     """Return the objective of a batch, given the shapes of its outputs."""
     _, targets, weights = data
+    check_outputs(outputs)
     if isinstance(loss, AbstractLoss):
         return BatchLoss(loss, outputs, targets, weights, num_leading, is_sample)
     parts = {
