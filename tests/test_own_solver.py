@@ -110,7 +110,7 @@ def exponential(b, x):
 def test_a_step_to_a_point_that_is_not_finite_is_refused(max_steps):
     x = jnp.linspace(0.0, 3.0, 20)
     start, data = jnp.ones(2), (x, 2 * jnp.exp(1.3 * x))
-    with pytest.warns(UserWarning, match="the last finite one"):
+    with pytest.warns(UserWarning, match="still that of the start"):
         solution = gnlin.solve(
             (exponential, start), data, Descent(0.1), max_steps=max_steps
         )

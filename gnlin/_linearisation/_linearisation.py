@@ -371,7 +371,9 @@ def check_outputs(outputs: PyTree) -> None:
         raise ValueError("There are no residuals: the function returned no numbers.")
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            remedy = "whole numbers and booleans have no derivative, so compute with floats"
+            remedy = (
+                "whole numbers and booleans have no derivative, so compute with floats"
+            )
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 remedy = "split complex residuals into real and imaginary parts"
             raise ValueError(

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._common import _tree
 from .._common._sharding import is_here
+from .._linearisation._linearisation import linearised
 from .._linearisation._objective import GroupLosses
 from .._solver import LevenbergMarquardt
 from ..losses import SquaredError
-from ._messages import LAST_FINITE, result_name, why_it_ended
+from ._group_network import GroupNetwork
+from ._messages import AT_START, LAST_FINITE, result_name, why_it_ended
 from ._solution import losses_by_group
 from ._step import Carry, StepSettings
 
@@ -36,6 +39,10 @@ _LOST, _SOLVED = 0.1, 0.01
 _UNEXPLAINED = 0.95
 # The largest part of the running variances that may still be their initial value.
 _INITIAL = 0.1
+_NO_BRANCH = (
+    "`jnp.where` does not stop the derivative of the branch that is not taken, such as "
+    "that of `sqrt` at 0: give that branch a safe argument, by a second `jnp.where`."
+)
 _NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
     "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
@@ -51,18 +58,57 @@ def in_words(result: str, num_steps: int, why: str = "") -> str:
     return f"step {num_steps}: {ended}"
 
 
-def why_it_failed(setting: StepSettings, carry: Carry) -> str:
+def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
     """Return the reason of a failure in words."""
     state = carry.solver_state
     if result_name(state.result) == "nonfinite":
-        report = state.report
-        what = "the step" if jnp.isfinite(report.loss) else "the loss"
-        what += " is not finite"
-        if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
+        report, last = state.report, LAST_FINITE if num_steps > 1 else AT_START
+        if _has_no_derivative(carry):
+            return f"the derivative is not finite, but the loss is; {last}. {_NO_BRANCH}"
+        if not jnp.isfinite(report.loss):
+            return (
+                f"the loss is not finite; {last}. Look for numbers in the data, and for "
+                "logarithms, divisions and powers in the function, that are not finite."
+            )
+        if jnp.isnan(report.damping):
             what = "its damping, or another setting of the solver, is out of range"
-        return f"{what}; {LAST_FINITE}."
+            return f"{what}; {last}."
+        return (
+            f"the step is not finite; {last}. Use more damping, `bounds`, another start "
+            "or double precision."
+        )
     far = carry.watch is not None and bool(carry.watch.diverges)
     return why_it_ended(state.result, setting.divergence if far else None)
+
+
+def _has_no_derivative(carry: Carry) -> bool:
+    """Whether a run failed because only the derivative of its loss is not finite."""
+    state, report = carry.solver_state, carry.solver_state.report
+    return result_name(state.result) == "nonfinite" and bool(
+        jnp.isfinite(report.loss) & ~jnp.isfinite(report.gradient_norm)
+    )
+
+
+def group_without_derivative(
+    setting: StepSettings, carry: Carry, data: tuple, num_steps: int
+) -> str:
+    """Return a sentence that names the first group whose derivative is not finite where
+    its loss is, or "". It takes a pass through each group.
+
+    - `data`: the data of all steps, before points are drawn.
+    """
+    network = setting.network
+    several = isinstance(network, GroupNetwork) and len(network.groups) > 1
+    if not (several and _has_no_derivative(carry)):
+        return ""
+    inputs, *_ = setting.drawn(data, num_steps - 1)
+    budget = setting.solver.memory_budget
+    for name, fn in network.function().each().items():
+        lin, _ = linearised(fn, carry.parameters, inputs[name], False, budget)
+        pulled = lin.vjp(jax.tree.map(jnp.ones_like, lin.outputs))
+        if not jnp.isfinite(_tree.norm(pulled)):
+            return f"The derivative of the group {name!r} is not finite."
+    return ""
 
 
 def group_not_finite(row: Mapping[str, float]) -> str:

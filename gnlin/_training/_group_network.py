@@ -69,7 +69,7 @@ class GroupNetwork(eqx.Module):
                 inputs[name], targets[name] = both
         return inputs, targets, weights
 
-    def function(self) -> Callable[[PyTree, Any], Any]:
+    def function(self) -> PerGroup:
         def structured(name: str) -> Callable:
             fn, group = self._of(name), self.groups[name]
             if group.at_once:
