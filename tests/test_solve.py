@@ -574,11 +574,9 @@ def test_a_derivative_that_is_not_finite_is_told_from_the_loss(solver, driver):
         "is still that of the start. `jnp.where` does not stop .* The derivative of the "
         "group 'root' is not finite"
     )
+    train = gnlin.solve if driver == "solve" else functools.partial(gnlin.fit, steps=3)
     with pytest.warns(UserWarning, match=words):
-        if driver == "solve":
-            solution = gnlin.solve(start, groups, solver)
-        else:
-            solution = gnlin.fit(start, groups, solver, steps=3)
+        solution = train(start, groups, solver)
     assert solution.result == optx.RESULTS.nonfinite
     assert solution.model["a"] == 2
 
