@@ -168,7 +168,7 @@ def choose(
     settings = () if isinstance(method, str | type) else (method,)
     subproblem = way.of(problem, problem.jacobian.cost(), *settings)
     if _is_own(method):
-        _check_answer(method.__name__, subproblem, filter)
+        _check_answer(way.__name__, subproblem, filter)
     return subproblem
 
 

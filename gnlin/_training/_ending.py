@@ -98,8 +98,9 @@ def group_without_derivative(
     - `data`: the data of all steps, before points are drawn.
     """
     network = setting.network
-    several = isinstance(network, GroupNetwork) and len(network.groups) > 1
-    if not (several and _has_no_derivative(carry)):
+    if not isinstance(network, GroupNetwork) or not _has_no_derivative(carry):
+        return ""
+    if len(network.groups) == 1:
         return ""
     inputs, *_ = setting.drawn(data, num_steps - 1)
     budget = setting.solver.memory_budget
