@@ -283,8 +283,8 @@ MODELS = {
     "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
     "parameters": (PARAMETERS, "must be callable .* but a dictionary of"),
     "a solution": (
-        types.SimpleNamespace(model=LINE),
-        "must be callable .* was given: pass its `.model`",
+        types.SimpleNamespace(model=LINE, history={}, result=None),
+        "must be callable .* was given: pass `solution.model`",
     ),
     "two functions": ((of_pair, of_pair), "but a tuple of 2 was given"),
     "state": (

@@ -37,8 +37,10 @@ from sklearn.datasets import load_digits
 
 import gnlin
 from gnlin._fit import _run
-from gnlin._linearisation._objective import SumOfSquares
+from gnlin._linearisation._objective import GroupLosses, SumOfSquares
 from gnlin._training._divergence import Watch
+from gnlin._training._ending import after_batches
+from gnlin._training._step import StepSettings
 
 
 def assert_close(left, right, rtol=1e-9):
@@ -1067,7 +1069,7 @@ def test_negative_losses_that_rise():
     x = np.linspace(-1, 1, 8)[:, None]
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
     ascent = optax.sgd(-0.1)
-    with pytest.warns(UserWarning, match="the loss rose from -1"):
+    with pytest.warns(UserWarning, match="the loss rose from -999 to -962"):
         gnlin.fit(model, (x, x), ascent, loss=Shifted(), steps=30, divergence=None)
 
 
@@ -1078,6 +1080,43 @@ def test_a_loss_that_was_lower_in_between():
     with pytest.warns(UserWarning, match="the loss rose from 0.00518 in between to 1.18"):
         gnlin.fit(model, batches, solver, steps=40)
     gnlin.fit(model, batches[:20], solver, steps=20)
+
+
+def of_losses(losses, solver=None, *, is_drawn=True):
+    ones = np.ones(len(losses))
+    rows = {"loss": np.asarray(losses), "gradient_norm": ones, "step_norm": ones}
+    solver = gnlin.LevenbergMarquardt() if solver is None else solver
+    setting = StepSettings(solver, GroupLosses({}, {}, is_drawn), None, None)
+    return after_batches(setting, rows, made_all=True)
+
+
+@pytest.mark.parametrize("num_steps", [30, 200])
+@pytest.mark.parametrize("outliers", [0.0, 0.1])
+def test_a_continued_run_with_noisy_losses_has_not_risen(num_steps, outliers):
+    rng, time = np.random.default_rng(0), np.linspace(0, 1, num_steps)
+    told = {"falls": 0, "rises": 0}
+    for _ in range(20):
+        noise = np.exp(0.5 * rng.normal(size=num_steps))
+        noise *= np.where(rng.uniform(size=num_steps) < outliers, 20, 1)
+        told["falls"] += of_losses(1e-9 * 0.5**time * noise) != ""
+        told["rises"] += of_losses(1e-9 * 8**time * noise) != ""
+    assert told["falls"] == 0
+    assert told["rises"] >= 18
+
+
+def test_a_loss_that_fell_at_once_and_hovers_has_not_risen():
+    assert of_losses([1.0, 1e-3, *[1e-5] * 8, *[3e-5] * 20]) == ""
+
+
+def test_the_advice_for_a_loss_that_rose_suits_the_run():
+    losses = np.linspace(1, 3, 40)
+    said = of_losses(losses)
+    assert said.endswith(
+        "rose from 1.23 to 2.77: draw more points in each step, or use more damping."
+    )
+    said = of_losses(losses, gnlin.GaussNewton(), is_drawn=False)
+    assert "larger batches" in said
+    assert said.endswith(", or `gnlin.LevenbergMarquardt()` in place of this solver.")
 
 
 def test_negative_losses_that_fall():

@@ -502,6 +502,45 @@ def test_the_report_and_the_picture():
     matplotlib.pyplot.close("all")
 
 
+def test_data_sets_with_trials_and_censored_values_of_their_own():
+    def of_successes(y, trials):
+        loss = gnlin.losses.BinomialNLL(trials)
+        return gnlin.curve_fit(line, X, y, START, loss=loss).parameters
+
+    def of_limits(y, censored):
+        loss = gnlin.losses.TobitNLL(censored)
+        return gnlin.curve_fit(line, X, y, START, sigma=1.0, loss=loss).parameters
+
+    rng = np.random.default_rng(0)
+    trials = rng.integers(5, 20, (2, len(X)))
+    values, limits = rng.normal(size=(2, *trials.shape))
+    sides = np.where(values < limits, -1, 0)
+    for fit, y, own in (
+        (of_successes, rng.binomial(trials, 0.3), trials),
+        (of_limits, np.maximum(values, limits), sides),
+    ):
+        expected = [fit(*each) for each in zip(y, own, strict=True)]
+        expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
+        jax.tree.map(np.testing.assert_allclose, jax.vmap(fit)(y, own), expected)
+
+
+def test_missing_successes_may_have_any_number_of_trials():
+    y = np.where(np.arange(len(X)) == 3, np.nan, SUCCESSES)
+    fits = [
+        gnlin.curve_fit(
+            line,
+            X,
+            y,
+            START,
+            loss=gnlin.losses.BinomialNLL(np.where(np.isnan(y), number, 1_000)),
+            nan_policy="omit",
+        )
+        for number in (0, 7)
+    ]
+    jax.tree.map(np.testing.assert_allclose, *(fit.parameters for fit in fits))
+    np.testing.assert_allclose(fits[0].aic, fits[1].aic)
+
+
 @pytest.mark.parametrize(
     ("y", "options", "message"),
     [
@@ -523,7 +562,7 @@ def test_the_report_and_the_picture():
         (
             COUNTS,
             {"loss": gnlin.losses.TobitNLL([0, 1]), "sigma": 1.0},
-            "`censored` must have the shape",
+            "`censored` must be one number, or have the shape",
         ),
         (
             COUNTS,
@@ -535,7 +574,23 @@ def test_the_report_and_the_picture():
             {"loss": gnlin.losses.PoissonNLL(log_input=False)},
             r"is the rate of the counts, which must be positive, .* is 0 at point 0",
         ),
-        (COUNTS, {"loss": gnlin.SoftmaxCrossEntropy()}, "one output array, whose last"),
+        *[
+            (COUNTS, {"loss": loss}, "a loss of one number for each .* use `gnlin.solve`")
+            for loss in (
+                gnlin.SoftmaxCrossEntropy(),
+                gnlin.losses.Isotropic(gnlin.losses.Huber()),
+            )
+        ],
+        (
+            np.stack([COUNTS, COUNTS]),
+            {"loss": gnlin.losses.TobitNLL(np.zeros((2, 40), int)), "sigma": 1.0},
+            r"\(of one data set.*\), \(40,\), but has the shape \(2, 40\): .*`jax.vmap`",
+        ),
+        (
+            np.stack([COUNTS, COUNTS]),
+            {"loss": gnlin.losses.BinomialNLL(np.full((2, 40), 99))},
+            r"\(of one data set.*\), \(40,\), but has the shape \(2, 40\): .*`jax.vmap`",
+        ),
         (COUNTS, {"loss": "poisson"}, "`loss` must be one of gnlin's"),
     ],
 )
@@ -551,6 +606,10 @@ def test_errors_of_arguments(y, options, message, unchecked):
         (lambda: gnlin.losses.PoissonNLL(log_input="no"), "`log_input` must be `True`"),
         (lambda: gnlin.losses.BinomialNLL(-1), "`trials` must be a number"),
         (lambda: gnlin.losses.BinomialNLL("many"), "`trials` must be a number"),
+        (
+            lambda: gnlin.losses.BinomialNLL(np.array([3, np.nan])),
+            r"but one is nan: where y is missing, any number will do\.$",
+        ),
         (lambda: gnlin.losses.NegativeBinomialNLL(0.0), "`dispersion` must be greater"),
         (
             lambda: gnlin.losses.NegativeBinomialNLL([1.0, 2.0]),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
 from problems import (
@@ -609,6 +610,25 @@ def test_parameters_that_are_not_real_numbers(y, words):
 def test_outputs_that_are_not_real_numbers(outputs, words):
     with pytest.raises(ValueError, match=words):
         linearise(lambda y, args: outputs(y), jnp.ones(3))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("dtype", [int, np.int32, np.uint8, bool])
+@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.losses.Huber(1.0)])
+def test_residuals_of_whole_numbers_have_one_message(dtype, loss):
+    y, steps = jnp.ones(2), (lambda y, x: (y * x > 1).astype(dtype))
+    group = gnlin.Residuals(steps, jnp.linspace(0, 2, 5), loss=loss)
+    solver = gnlin.LevenbergMarquardt()
+    words = "Residuals must be real .* of dtype .*: whole numbers and booleans have no"
+    for run in (
+        lambda: gnlin.solve(y, group),
+        lambda: gnlin.fit(y, group, batch_size=2, steps=2),
+        lambda: optx.least_squares(group, solver, y),
+        lambda: optx.least_squares(group, optx.Dogleg(1e-3, 1e-3), y),
+        lambda: gnlin.predict.covariance(y, group),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run()
 
 
 def test_norms_of_columns_keep_to_the_budget():

@@ -16,6 +16,7 @@ import pytest
 from problems import as_jax, sines, sines_data, sines_numpy
 
 import gnlin
+from gnlin.authoring import DenseFactor, DiagonalFactor
 
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "own_solver.py"
@@ -110,7 +111,7 @@ def exponential(b, x):
 def test_a_step_to_a_point_that_is_not_finite_is_refused(max_steps):
     x = jnp.linspace(0.0, 3.0, 20)
     start, data = jnp.ones(2), (x, 2 * jnp.exp(1.3 * x))
-    with pytest.warns(UserWarning, match="the last finite one"):
+    with pytest.warns(UserWarning, match="still that of the start"):
         solution = gnlin.solve(
             (exponential, start), data, Descent(0.1), max_steps=max_steps
         )
@@ -291,6 +292,85 @@ def test_a_method_that_is_not_complete():
 
     with pytest.raises(ValueError, match="method=Nothing` lacks 'of' and 'solve'"):
         gnlin.DampedGaussNewton(0.1, method=Nothing)
+
+
+@pytest.mark.parametrize(
+    ("of", "solve", "said"),
+    [
+        (
+            None,
+            lambda self: self.gradient(),
+            "must return a `gnlin.authoring.Answer`, su",
+        ),
+        (None, lambda self: None, "must return a `gnlin.authoring.Answer`, such as"),
+        (
+            None,
+            lambda self: gnlin.authoring.Answer(self.gradient()[:1]),
+            r"the shapes of the parameters, \(2,\), but it has the shapes \(1,\)",
+        ),
+        (
+            None,
+            lambda self: gnlin.authoring.Answer([self.gradient()]),
+            "the structure and the shapes of the parameters",
+        ),
+        (lambda: 3, lambda self: None, "must return a `Own`, such as .* returns 3"),
+    ],
+)
+@pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt, gnlin.DampedGaussNewton])
+def test_a_method_whose_answer_is_no_step(of, solve, said, solver):
+    class Own(gnlin.authoring.AbstractMethod):
+        @classmethod
+        def of(cls, problem, cost):
+            return cls(problem.at_hand(), cost.rows) if of is None else of()
+
+        def solve(self, filter):
+            return solve(self)
+
+    x = jnp.linspace(0.0, 1.0, 5)
+    with pytest.raises(ValueError, match=f"of `method=Own` .*{said}"):
+        gnlin.solve((exponential, jnp.ones(2)), (x, x), solver(damping=0.1, method=Own))
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (lambda: DenseFactor(jnp.eye(3), 1.0), "but failed: dot_general requires"),
+        (lambda: DenseFactor(jnp.ones((3, 2)), 1.0), r"square matrix .* shape \(3, 2\)"),
+        (lambda: DiagonalFactor(jnp.ones(3)), "but failed: le got incompatible shapes"),
+        (lambda: DiagonalFactor(jnp.ones((2, 1))), r"one example, .* shapes \(2,\), but"),
+    ],
+)
+def test_a_factor_of_another_shape(factor, said):
+    class Own(gnlin.authoring.AbstractLoss):
+        reduction: str | None = None
+
+        def value(self, output, target):
+            return jnp.sum((output - target) ** 2)
+
+        def factor(self, output, target):
+            return factor()
+
+    x = jnp.linspace(0.0, 1.0, 5)
+    model = lambda y, x: x * y, jnp.ones(2)
+    with pytest.raises(ValueError, match=said):
+        gnlin.solve(model, (x, jnp.ones((5, 2))), loss=Own(), max_steps=2)
+
+
+def test_a_gradient_of_another_shape():
+    class Own(gnlin.authoring.AbstractLoss):
+        reduction: str | None = None
+
+        def value(self, output, target):
+            return jnp.sum((output - target) ** 2)
+
+        def gradient(self, output, target):
+            return jnp.sum(2 * (output - target))
+
+    x = jnp.linspace(0.0, 1.0, 5)
+    model = lambda y, x: x * y, jnp.ones(2)
+    said = r"`gradient` of Own must suit .* the shapes \(2,\), but it has \(\)"
+    with pytest.raises(ValueError, match=said):
+        gnlin.solve(model, (x, jnp.ones((5, 2))), loss=Own(), max_steps=2)
 
 
 def test_a_filter_that_is_nan_at_zero():

@@ -1,5 +1,6 @@
 """Predictions of linearised models, compared with literal training and dense formulas."""
 
+import copy
 import functools
 import math
 import warnings
@@ -900,3 +901,14 @@ def test_a_negative_variance_is_refused():
     lin = gnlin.linearise(lambda p, x: p * x, jnp.ones(2), jnp.ones(2))
     with pytest.raises(ValueError, match="`variance` must"):
         gnlin.predict.predictive_variance(lin, lin, damping=1.0, variance=-1.0)
+
+
+def test_copies_predict_the_same():
+    x = jnp.linspace(0, 1, 5)
+    model = lambda p, x: jnp.sin(p * x), jnp.array(1.0)
+    posterior = gnlin.predict.posterior(model, (x, x), noise=0.1)
+    lin = gnlin.features.linearise_model(model, x)
+    flow = gnlin.predict.gradient_flow(model, (x, x))
+    assert copy.deepcopy(posterior)(x).mean.tolist() == posterior(x).mean.tolist()
+    assert copy.deepcopy(lin).kernel().tolist() == lin.kernel().tolist()
+    assert copy.deepcopy(flow)(x, 1.0).tolist() == flow(x, 1.0).tolist()

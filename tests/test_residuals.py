@@ -614,3 +614,30 @@ def test_dropout_in_a_group():
     group = gnlin.Residuals(lambda u, x: eqx.nn.Dropout(0.5)(u(x)), jnp.ones(3))
     with pytest.raises(ValueError, match="'residuals' uses dropout, which needs a key"):
         gnlin.solve(LINE, group)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("driver", [gnlin.solve, functools.partial(gnlin.fit, steps=2)])
+def test_what_a_run_returned_is_not_a_model(driver):
+    x = jnp.linspace(0, 1, 5)
+    group = gnlin.Residuals(lambda m, x: m["a"] * x - 1, x)
+    start = {"a": jnp.array(1.0)}
+    solution = driver(start, group)
+    with pytest.raises(
+        ValueError, match=r"a Solution was given: pass `solution.model`\.$"
+    ):
+        driver(solution, group)
+    of_optimistix = optx.least_squares(group, gnlin.GaussNewton(), start)
+    with pytest.raises(ValueError, match=r"a Solution was given: pass its `.value`\.$"):
+        driver(of_optimistix, group)
+    of_curve = gnlin.curve_fit(lambda p, x: p["a"] * x, x, x, start)
+    with pytest.raises(ValueError, match=r"CurveFit was given: pass `fit.parameters`\.$"):
+        driver(of_curve, group)
+
+
+@pytest.mark.parametrize("driver", [gnlin.solve, functools.partial(gnlin.fit, steps=2)])
+def test_a_function_that_fails_is_named_once(driver):
+    group = gnlin.Residuals(lambda m, x: m["a"](x), jnp.linspace(0, 1, 5))
+    with pytest.raises(ValueError, match="The function of the group 'b'") as caught:
+        driver({"a": jnp.array(1.0)}, {"b": group})
+    assert str(caught.value).count("The function of the group") == 1

@@ -549,10 +549,42 @@ def test_throw():
     model = network()
     targets = T.at[2].set(jnp.nan)
     solver = gnlin.DampedGaussNewton(0.1)
-    with pytest.raises(RuntimeError, match=r"[Nn]onfinite"):
+    words = "stopped at step 1 of at most 2: the loss .* The target of example 2 is not"
+    with pytest.raises(RuntimeError, match=words):
         gnlin.solve(model, (X, targets), solver, max_steps=2, throw=True)
     solution = gnlin.solve(model, (X, T), solver, max_steps=2, throw=True)
     assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
+
+
+def root(m, x):
+    return jnp.where(x > 0, jnp.sqrt(m["a"] * x), 0.0) - x
+
+
+@pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt(), gnlin.GaussNewton()])
+@pytest.mark.parametrize("driver", ["solve", "fit", "drawn"])
+def test_a_derivative_that_is_not_finite_is_told_from_the_loss(solver, driver):
+    start, x = {"a": jnp.array(2.0), "b": jnp.array(1.0)}, jnp.linspace(0, 1, 5)
+    drawn = lambda key: jax.random.randint(key, (6,), 0, 2).astype(float)
+    groups = {
+        "line": gnlin.Residuals(lambda m, x: m["b"] - x, x),
+        "root": gnlin.Residuals(root, drawn if driver == "drawn" else x),
+    }
+    words = (
+        "stopped at step 1.*: the derivative is not finite, but the loss is; the model "
+        "is still that of the start. `jnp.where` does not stop .* The derivative of the "
+        "group 'root' is not finite"
+    )
+    train = gnlin.solve if driver == "solve" else functools.partial(gnlin.fit, steps=3)
+    with pytest.warns(UserWarning, match=words):
+        solution = train(start, groups, solver)
+    assert solution.result == optx.RESULTS.nonfinite
+    assert solution.model["a"] == 2
+
+
+def test_a_model_whose_derivative_is_not_finite_is_told():
+    start, x = {"a": jnp.array(2.0)}, jnp.linspace(0, 1, 5)
+    with pytest.warns(UserWarning, match="the derivative is not finite, but the loss is"):
+        gnlin.solve((root, start), (x, x))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import pytest
 
 import gnlin
@@ -198,6 +199,40 @@ def test_errors_of_select(select, said):
     groups = {"edges": gnlin.Residuals(misfit, EDGES, select=select)}
     with pytest.raises(ValueError, match=said):
         gnlin.solve(POSES, groups)
+
+
+@pytest.mark.parametrize("wrong", [9, -1])
+def test_a_traced_row_that_does_not_exist_is_not_finite(wrong):
+    def group(rows):
+        return gnlin.Residuals(
+            lambda pose, e: pose - e["to"],
+            {"row": rows, "to": POSES},
+            select=lambda e: e["row"],
+        )
+
+    @jax.jit
+    def run(rows):
+        solution = gnlin.solve(POSES + 1, group(rows))
+        covariance = gnlin.predict.covariance(POSES, group(rows))
+        well = solution.result == optx.RESULTS.successful
+        bad = solution.result == optx.RESULTS.nonfinite
+        return well, bad, covariance.standard_errors
+
+    rows = jnp.arange(9)
+    well, _, errors = run(rows)
+    assert well
+    np.testing.assert_allclose(errors, 1)
+    _, bad, errors = run(rows.at[4].set(wrong))
+    assert bad
+    assert not np.any(np.isfinite(errors))
+
+
+def test_a_drawn_row_that_does_not_exist_is_not_finite():
+    draw = lambda key: jax.random.randint(key, (5,), 5, 15)
+    group = gnlin.Residuals(lambda pose, k: pose, draw, select=lambda k: k)
+    with pytest.warns(UserWarning, match="is not finite"):
+        solution = gnlin.fit(POSES, group, steps=3)
+    assert solution.result == optx.RESULTS.nonfinite
 
 
 def test_select_of_a_list():

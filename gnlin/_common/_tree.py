@@ -363,6 +363,17 @@ def shapes_in_words(tree: PyTree) -> str:
     return str(jax.tree.map(jnp.shape, tree))
 
 
+def listed_shapes(tree: PyTree) -> str:
+    """Return the shapes of the leaves of a pytree of arrays."""
+    return ", ".join(str(jnp.shape(x)) for x in jax.tree.leaves(tree)) or "none"
+
+
+def alike(one: PyTree, other: PyTree) -> bool:
+    """Whether two pytrees have the same structure and shapes."""
+    same = jax.tree.structure(one) == jax.tree.structure(other)
+    return same and listed_shapes(one) == listed_shapes(other)
+
+
 def in_words(module: Any) -> str:
     """Return a dataclass's `repr` with its scalars as numbers, and without defaults."""
 

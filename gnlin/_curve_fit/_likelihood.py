@@ -16,7 +16,9 @@ from ..losses import (
     AbstractElementwiseLoss,
     AbstractLoss,
     BinomialNLL,
+    Isotropic,
     PoissonNLL,
+    SoftmaxCrossEntropy,
     SquaredError,
     TobitNLL,
 )
@@ -85,6 +87,12 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
         )
     if sigma_x is not None and not isinstance(loss, SquaredError):
         raise ValueError("`sigma_x` needs squared error: leave `loss` or `sigma_x` out.")
+    if isinstance(loss, SoftmaxCrossEntropy | Isotropic):
+        raise ValueError(
+            "`gnlin.curve_fit` takes a loss of one number for each point, but "
+            f"`{type(loss).__name__}` compares several: use `gnlin.solve`, and "
+            "`gnlin.predict.covariance` for the errors of its parameters."
+        )
     loss = loss.as_arguments()
     if isinstance(loss, SquaredError | AbstractRobust):
         return loss

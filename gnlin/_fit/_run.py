@@ -15,6 +15,7 @@ from .._training._ending import (
     after_batches,
     explains_little,
     group_not_finite,
+    group_without_derivative,
     in_words,
     of_statistics,
     why_it_failed,
@@ -171,7 +172,7 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
-            doubt = after_batches(self.history, made_all=not self._reason)
+            doubt = after_batches(self._setting, self.history, made_all=not self._reason)
             self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
             if not self.complaint:
                 self.complaint = of_statistics(self.model, self.model_state)
@@ -287,13 +288,15 @@ class Run(AbstractRun):
                 raise _Stopped
 
     def _fail(self) -> None:
-        carry, at_fault = self._carry(), ""
+        setting, carry, at_fault = self._setting, self._carry(), ""
         self.result = carry.solver_state.result
         if self.result == optx.RESULTS.nonfinite:
             model = carry.parameters, carry.model_state
-            check = lambda batch: checked_outputs(self._setting, *model, batch)
+            check = lambda batch: checked_outputs(setting, *model, batch)
             at_fault = self._stream.at_fault(check) or group_not_finite(self.row)
-        why = why_it_failed(self._setting, carry)
+            given = carry, self._stream.example, self.step
+            at_fault = at_fault or group_without_derivative(setting, *given)
+        why = why_it_failed(setting, carry, self.step)
         self._reason = in_words(result_name(self.result), self.step, why)
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()

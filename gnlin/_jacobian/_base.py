@@ -42,6 +42,10 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     codomain: Structure = eqx.field(static=True)
     memory_budget: int = eqx.field(static=True)
 
+    def __deepcopy__(self, memo: dict) -> "AbstractJacobian":
+        """Return itself, which is immutable. Programs that it holds cannot be copied."""
+        return self
+
     @property
     def shape(self) -> tuple[int, int]:
         """(m, p): the numbers of outputs and of parameters."""

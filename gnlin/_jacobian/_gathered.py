@@ -31,7 +31,10 @@ class Selected(eqx.Module):
 
 
 def gathered(y: PyTree[Array], index: PyTree[Array]) -> PyTree[Array]:
-    return jax.tree.map(lambda array, rows: array[rows], y, index)
+    """Return the rows of each array. A row that does not exist, which traced indices may
+    ask for, is NaN, so that it ends a run instead of changing another row."""
+    options = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
+    return jax.tree.map(lambda array, rows: array.at[rows].get(**options), y, index)
 
 
 class Gathered(AbstractBlock):

@@ -371,9 +371,11 @@ def check_outputs(outputs: PyTree) -> None:
         raise ValueError("There are no residuals: the function returned no numbers.")
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-            remedy = "split it into its real and imaginary part"
-            remedy = remedy if is_complex else "convert it by `.astype(float)`"
+            remedy = (
+                "whole numbers and booleans have no derivative, so compute with floats"
+            )
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                remedy = "split complex residuals into real and imaginary parts"
             raise ValueError(
                 "Residuals must be real floating-point arrays, but the function returned "
                 f"one of dtype {leaf.dtype}: {remedy}."

@@ -16,8 +16,8 @@ from .._common._tree import Structure
 from .._jacobian import multiplied
 from ..losses import AbstractElementwiseLoss, AbstractLoss
 from ..losses._base import as_outputs, has_observed_factor, Reduction
-from ..losses._factors import AbstractFactor, IdentityFactor
-from ._linearisation import Linearisation
+from ..losses._factors import AbstractFactor, IdentityFactor, whitened_by
+from ._linearisation import check_outputs, Linearisation
 from ._quadratic import Quadratic
 
 
@@ -264,13 +264,9 @@ class BatchLoss(AbstractObjective):
     def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
         def whiten(outputs, target):
             factor = self.loss.factor(outputs, target)
-            if not isinstance(factor, AbstractFactor):
-                raise TypeError(
-                    f"`factor` of {type(self.loss).__name__} must return a factor of the "
-                    "Hessian, such as a `gnlin.authoring.DenseFactor`, but returns a "
-                    f"{type(factor).__name__}."
-                )
-            return factor, *factor.whiten(self.loss.gradient(outputs, target))
+            gradient = self.loss.gradient(outputs, target)
+            whitened = whitened_by(factor, gradient, outputs, type(self.loss).__name__)
+            return factor, *whitened
 
         factors, residual, rest = jax.vmap(whiten)(outputs, self.targets)
         if self.weights is not None:
@@ -389,6 +385,7 @@ def objective_of(
 ) -> BatchLoss | GroupLoss:
     """Return the objective of a batch, given the shapes of its outputs."""
     _, targets, weights = data
+    check_outputs(outputs)
     if isinstance(loss, AbstractLoss):
         return BatchLoss(loss, outputs, targets, weights, num_leading, is_sample)
     parts = {

@@ -7,15 +7,17 @@ cheapest.
 import math
 from typing import Any, get_args, Literal
 
+import equinox as eqx
 import lineax as lx
 
+from .._common import _tree
 from .._common._checks import check_one_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..preconditioners import AbstractPreconditioner
-from ._base import AbstractWay, does_not_serve
+from ._base import AbstractWay, Answer, does_not_serve
 from ._cholesky import OnOutputs, OnParameters
 from ._cholesky_qr import CholeskyQR
 from ._fallbacks import EigenvaluesFirst, ProductsFirst
@@ -164,7 +166,30 @@ def choose(
     """
     way = way_of(problem, filter, num_trials, method)
     settings = () if isinstance(method, str | type) else (method,)
-    return way.of(problem, problem.jacobian.cost(), *settings)
+    subproblem = way.of(problem, problem.jacobian.cost(), *settings)
+    if _is_own(method):
+        _check_answer(way.__name__, subproblem, filter)
+    return subproblem
+
+
+def _check_answer(name: str, subproblem: Any, filter: Filter) -> None:
+    """Raise `ValueError` unless a way of the user's own answers with a step."""
+    if not isinstance(subproblem, AbstractWay):
+        raise ValueError(
+            f"`of` of `method={name}` must return a `{name}`, such as "
+            f"`cls(problem.at_hand(), cost.rows)`, but returns {subproblem!r}."
+        )
+    answer = eqx.filter_eval_shape(lambda: subproblem.solve(filter))
+    what = f"`solve` of `method={name}` must return a `gnlin.authoring.Answer`"
+    if not isinstance(answer, Answer):
+        raise ValueError(f"{what}, such as `gnlin.authoring.Answer(step)`.")
+    gradient = subproblem.gradient()
+    if not _tree.alike(answer.step, gradient):
+        raise ValueError(
+            f"{what} whose step has the structure and the shapes of the parameters, "
+            f"{_tree.listed_shapes(gradient)}, but it has the shapes "
+            f"{_tree.listed_shapes(answer.step)}."
+        )
 
 
 def way_of(

@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._common import _tree
 from .._common._sharding import is_here
+from .._linearisation._linearisation import linearised
+from .._linearisation._objective import GroupLosses
+from .._solver import LevenbergMarquardt
 from ..losses import SquaredError
-from ._messages import LAST_FINITE, result_name, why_it_ended
+from ._group_network import GroupNetwork
+from ._messages import AT_START, LAST_FINITE, result_name, why_it_ended
 from ._solution import losses_by_group
 from ._step import Carry, StepSettings
 
@@ -21,9 +26,11 @@ from ._step import Carry, StepSettings
 _LOOKED_BACK = 10
 # The loss has risen, or is far off, if it is more than this multiple of the first loss.
 _WORSE, _FAR_OFF = 2.0, 100.0
-# Across batches it has also risen if the mean of the last losses exceeds the first loss,
-# and more than this part of all pairs of an early and a late loss rise.
-_RISEN = 0.9
+# Across batches the first and the last tenth of the losses are compared. More than this
+# part of all pairs of an early and a late loss rise if the loss has risen, by however
+# little. Noise makes half of them rise, give or take a standard deviation; with losses
+# that are `_WORSE`, this many standard deviations are enough.
+_RISEN, _DEVIATIONS = 0.9, 2.0
 # A run has lost its progress if the median loss over some tenth of the steps is less than
 # this part of the median over the last tenth, and the latter is still more than the
 # second part of the first loss.
@@ -32,6 +39,10 @@ _LOST, _SOLVED = 0.1, 0.01
 _UNEXPLAINED = 0.95
 # The largest part of the running variances that may still be their initial value.
 _INITIAL = 0.1
+_NO_BRANCH = (
+    "`jnp.where` does not stop the derivative of the branch that is not taken, such as "
+    "that of `sqrt` at 0: give that branch a safe argument, by a second `jnp.where`."
+)
 _NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
     "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
@@ -47,18 +58,58 @@ def in_words(result: str, num_steps: int, why: str = "") -> str:
     return f"step {num_steps}: {ended}"
 
 
-def why_it_failed(setting: StepSettings, carry: Carry) -> str:
+def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
     """Return the reason of a failure in words."""
     state = carry.solver_state
     if result_name(state.result) == "nonfinite":
-        report = state.report
-        what = "the step" if jnp.isfinite(report.loss) else "the loss"
-        what += " is not finite"
-        if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
+        report, last = state.report, LAST_FINITE if num_steps > 1 else AT_START
+        if _has_no_derivative(carry):
+            return f"the derivative is not finite, but the loss is; {last}. {_NO_BRANCH}"
+        if not jnp.isfinite(report.loss):
+            return (
+                f"the loss is not finite; {last}. Look for numbers in the data, and for "
+                "logarithms, divisions and powers in the function, that are not finite."
+            )
+        if jnp.isnan(report.damping):
             what = "its damping, or another setting of the solver, is out of range"
-        return f"{what}; {LAST_FINITE}."
+            return f"{what}; {last}."
+        return (
+            f"the step is not finite; {last}. Use more damping, `bounds`, another start "
+            "or double precision."
+        )
     far = carry.watch is not None and bool(carry.watch.diverges)
     return why_it_ended(state.result, setting.divergence if far else None)
+
+
+def _has_no_derivative(carry: Carry) -> bool:
+    """Whether a run failed because only the derivative of its loss is not finite."""
+    state, report = carry.solver_state, carry.solver_state.report
+    return result_name(state.result) == "nonfinite" and bool(
+        jnp.isfinite(report.loss) & ~jnp.isfinite(report.gradient_norm)
+    )
+
+
+def group_without_derivative(
+    setting: StepSettings, carry: Carry, data: tuple, num_steps: int
+) -> str:
+    """Return a sentence that names the first group whose derivative is not finite where
+    its loss is, or "". It takes a pass through each group.
+
+    - `data`: the data of all steps, before points are drawn.
+    """
+    network = setting.network
+    if not isinstance(network, GroupNetwork) or not _has_no_derivative(carry):
+        return ""
+    if len(network.groups) == 1:
+        return ""
+    inputs, *_ = setting.drawn(data, num_steps - 1)
+    budget = setting.solver.memory_budget
+    for name, fn in network.function().each().items():
+        lin, _ = linearised(fn, carry.parameters, inputs[name], False, budget)
+        pulled = lin.vjp(jax.tree.map(jnp.ones_like, lin.outputs))
+        if not jnp.isfinite(_tree.norm(pulled)):
+            return f"The derivative of the group {name!r} is not finite."
+    return ""
 
 
 def group_not_finite(row: Mapping[str, float]) -> str:
@@ -102,7 +153,9 @@ def after_full_batch(
     return ""
 
 
-def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
+def after_batches(
+    setting: StepSettings, rows: Mapping[str, np.ndarray], *, made_all: bool
+) -> str:
     """Return a sentence with a doubt about a run of `gnlin.fit`, or "".
 
     - `rows`: the history.
@@ -117,27 +170,39 @@ def after_batches(rows: Mapping[str, np.ndarray], *, made_all: bool) -> str:
             "`gnlin.fit` made no step: none lowered the loss of its batch. Scale each "
             "input to mean 0 and variance 1, or use more damping."
         )
+    since = _risen_from(losses)
+    if not since:
+        return ""
+    more = "use more damping, larger batches or a smaller learning rate"
+    if isinstance(setting.loss, GroupLosses) and setting.loss.is_drawn:
+        more = "draw more points in each step, or use more damping"
+    if not isinstance(setting.solver, LevenbergMarquardt):
+        more += ", or `gnlin.LevenbergMarquardt()` in place of this solver"
+    return f"`gnlin.fit` made all {len(losses)} steps, but the loss rose {since}: {more}."
+
+
+def _risen_from(losses: np.ndarray) -> str:
+    """Return from where to where the losses of batches have risen, in words, or "".
+
+    Medians are compared, because a batch with an outlier has a large loss at any time.
+    """
     some = min(_LOOKED_BACK, len(losses) // 2)
-    early, late = losses[:some], losses[-some:]
-    # Medians, because a batch with an outlier has a large loss at any time.
     size = max(some, len(losses) // 10)
     parts = losses[-(len(losses) // size * size) :].reshape(-1, size)
     *between, end = np.median(parts, axis=1)
     # A loss of zero, such as that of a batch whose targets are met, cannot be the unit.
-    first = float(next((loss for loss in losses if loss != 0), 0.0))
-    last = float(np.mean(late))
+    known = losses[losses != 0] if np.any(losses) else losses
+    first, start = float(known[0]), float(np.median(known[:size]))
     best = min(between, default=end)
-    lost = 0 < best < _LOST * end and end > _SOLVED * first
-    since = f"{best:.3g} in between" if lost else f"{first:.3g}"
-    # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
-    risen = last > first and np.mean(late > early[:, None]) > _RISEN
-    if not (risen or lost or _is_worse(first, last)):
-        return ""
-    return (
-        f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {since} to "
-        f"{last:.3g}: use more damping, larger batches or a smaller learning rate, or "
-        "`gnlin.LevenbergMarquardt()` in place of another solver."
-    )
+    if 0 < best < _LOST * end and end > _SOLVED * first:
+        return f"from {best:.3g} in between to {end:.3g}"
+    share = np.mean(losses[-size:] > losses[:size, None])
+    deviation = np.sqrt((2 * size + 1) / (12 * size**2))  # of the share, by chance
+    by_much = _is_worse(start, end) and end > min(first, _LOST * first)
+    enough = min(_RISEN, 0.5 + _DEVIATIONS * deviation) if by_much else _RISEN
+    if share > enough and (by_much or end > max(first, start)):
+        return f"from {start:.3g} to {end:.3g}"
+    return ""
 
 
 def explains_little(driver: str, loss: Any, data: tuple, last: float, remedy: str) -> str:
@@ -213,4 +278,6 @@ def _is_worse(first: float, last: float, multiple: float = _WORSE) -> bool:
 
 
 def _has_not_moved(rows: Mapping[str, np.ndarray]) -> bool:
-    return bool(np.any(rows["loss"])) and not np.any(rows["gradient_norm"])
+    losses = rows["loss"]
+    is_loss = bool(np.any(losses)) and bool(np.all(np.isfinite(losses)))
+    return is_loss and not np.any(rows["gradient_norm"])

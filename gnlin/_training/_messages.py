@@ -4,6 +4,7 @@ import optimistix as optx
 
 
 LAST_FINITE = "the model is the last finite one"
+AT_START = "the model is still that of the start"
 RESULT_NAMES = (
     "successful",
     "nonlinear_max_steps_reached",

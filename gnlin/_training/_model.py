@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._common._canonical import canonical, of_one_example, read_by
@@ -70,14 +71,16 @@ def partition(
     fn, trained = model if called and _is_pair(model) else (None, model)
     if fn is not None or not called:
         trained = _with_arrays(trained)
-    if called and fn is None and not callable(model):
-        instead = ": pass its `.model`" if callable(getattr(model, "model", None)) else ""
-        if hasattr(model, "standard_errors"):  # a fit of curves
-            instead = ": pass `(f, fit.parameters)`, or use `fit.band` or `fit.derived`"
+    instead = _instead(model, called)
+    if instead or (called and fn is None and not callable(model)):
+        kind = "a pytree of arrays"
+        if called:
+            kind = (
+                "callable on one example's input, or a pair `(fn, parameters)` with "
+                "`fn(parameters, x)`"
+            )
         raise ValueError(
-            "The model must be callable on one example's input, or a pair "
-            f"`(fn, parameters)` with `fn(parameters, x)`, but {a_kind_of(model)} was "
-            f"given{instead}."
+            f"The model must be {kind}, but {a_kind_of(model)} was given{instead}."
         )
     try:
         parameters, rest = eqx.partition(trained, filter_spec)
@@ -125,6 +128,17 @@ def partition(
     among = tuple(path in places for path, _ in with_path(trained))
     read = read_by(jax.tree.leaves((rest, fn)))
     return parameters, Frozen(rest, dtypes, fn, trained=among, read=read)
+
+
+def _instead(model: Any, called: bool) -> str:
+    """Return what to pass instead of what a run or a fit returns, or ""."""
+    if hasattr(model, "standard_errors"):  # a fit of curves
+        of_curve = "`(f, fit.parameters)`, or use `fit.band` or `fit.derived`"
+        return f": pass {of_curve if called else '`fit.parameters`'}"
+    if isinstance(model, optx.Solution):
+        return ": pass its `.value`"
+    is_solution = all(hasattr(model, name) for name in ("model", "history", "result"))
+    return ": pass `solution.model`" if is_solution else ""
 
 
 def _with_arrays(parameters: PyTree) -> PyTree:

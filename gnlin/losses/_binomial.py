@@ -28,12 +28,16 @@ def _as_trials(given: Any) -> Array:
         return given
     try:
         trials = np.asarray(given, float)
-    except (TypeError, ValueError):
-        trials = np.array(np.nan)
-    if not np.all(np.isfinite(trials) & (trials >= 0)):
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`trials` must be a number, or an array of numbers, but {given!r} was given."
+        ) from error
+    wrong = trials[~(np.isfinite(trials) & (trials >= 0))]
+    if wrong.size > 0:
+        hint = ": where y is missing, any number will do" * bool(np.isnan(wrong[0]))
         raise ValueError(
             "`trials` must be a number, or an array of numbers, finite and not negative, "
-            f"but {given!r} was given."
+            f"but one is {wrong[0]:g}{hint}."
         )
     return jnp.asarray(trials)
 
@@ -126,7 +130,8 @@ class BinomialNLL(_Binomial):
                 raise ValueError(
                     "`trials` must be one number, or have the shape of the successes (of "
                     f"one data set, if there are several), {shape}, but has the shape "
-                    f"{of_trials}."
+                    f"{of_trials}: fit data sets with `trials` of their own by "
+                    "`jax.vmap` over y and `trials`."
                 )
             trials = np.broadcast_to(np.asarray(self.trials), shape)
             is_share = np.all(successes <= 1) and np.any(successes % 1 != 0)

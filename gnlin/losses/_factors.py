@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
 from .._common import _tree
+from .._common._checks import first_line
 from .._common._tree import matmul, ravel_pytree
 from .._linear_algebra._lapack import eigh
 
@@ -39,6 +40,38 @@ class AbstractFactor(eqx.Module):
         steep that its $\tilde r$ would drown all others in rounding errors. It is `None`
         if there can be no such part.
         """
+
+
+def whitened_by(
+    factor: AbstractFactor, gradient: PyTree[Array], outputs: PyTree[Array], loss: str
+) -> tuple[PyTree[Array], PyTree[Array] | None]:
+    """Whiten the gradient of one example; raise if it, or the factor, does not suit the
+    outputs of the example.
+
+    - `loss`: the loss's name.
+    """
+    if not isinstance(factor, AbstractFactor):
+        raise TypeError(
+            f"`factor` of {loss} must return a factor of the Hessian, such as a "
+            f"`gnlin.authoring.DenseFactor`, but returns a {type(factor).__name__}."
+        )
+    what = (
+        f"of {loss} must suit the outputs of one example, which have the shapes "
+        f"{_tree.listed_shapes(outputs)}"
+    )
+    if not _tree.alike(gradient, outputs):
+        raise ValueError(
+            f"`gradient` {what}, but it has {_tree.listed_shapes(gradient)}."
+        )
+    try:
+        residual, rest = factor.whiten(gradient)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`factor` {what}, but failed: {first_line(error)}.") from error
+    if not _tree.alike(residual, outputs):
+        raise ValueError(
+            f"`factor` {what}, but turns them into {_tree.listed_shapes(residual)}."
+        )
+    return residual, rest
 
 
 class IdentityFactor(AbstractFactor):
@@ -191,6 +224,12 @@ class DenseFactor(AbstractFactor):
 
     def __init__(self, hessian: Float[Array, "c c"], unit: Float[Array, ""]):
         self.unit = unit
+        if jnp.ndim(hessian) != 2 or hessian.shape[0] != hessian.shape[1]:
+            raise ValueError(
+                "The Hessian of a `gnlin.authoring.DenseFactor` must be a square matrix "
+                "over the outputs of one example, but has the shape "
+                f"{jnp.shape(hessian)}."
+            )
         w, self.vectors = eigh(hessian)
         rounding = w.size * float(jnp.finfo(w.dtype).eps)
         self.root = jnp.sqrt(jnp.where(w > rounding * jnp.max(jnp.abs(w)), w, 0))

@@ -97,8 +97,10 @@ class TobitNLL(AbstractElementwiseLoss):
             of_each = targets.shape[targets.ndim - len(shape) :]
             if of_each != shape:
                 raise ValueError(
-                    f"`censored` must have the shape of the values, {targets.shape}, but "
-                    f"has {shape}."
+                    "`censored` must be one number, or have the shape of the values (of "
+                    f"one data set, if there are several), {targets.shape}, but has the "
+                    f"shape {shape}: fit data sets with a `censored` of their own by "
+                    "`jax.vmap` over y and `censored`."
                 )
 
 

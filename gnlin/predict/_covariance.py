@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import check_callable, check_count, check_flag, is_traced
+from .._common._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    is_traced,
+    nan_unless,
+)
 from .._common._tree import Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linear_algebra._covariance import (
@@ -217,6 +223,7 @@ def _at(
     dof = number - inverse.rank.astype(loss.dtype)
     estimated = jnp.where(dof > 0, 2 * loss / dof, jnp.inf)
     scale = jnp.ones_like(loss) if absolute_sigma else estimated
+    scale = nan_unless(jnp.isfinite(loss), scale)
     newton = inverse.newton_decrement(slope).astype(scale.dtype)
     # In an exact fit the residuals, and so the distance, are rounding.
     size = _tree.norm(problem.jacobian.mv(parameters)).astype(scale.dtype)
