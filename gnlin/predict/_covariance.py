@@ -1,9 +1,8 @@
 """The covariance of parameters that were fitted to groups of residuals, or to data."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -20,16 +19,9 @@ from .._common._checks import (
 )
 from .._common._tree import Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._linear_algebra._covariance import (
-    Covariance,
-    covariance as from_matrix,
-    where_determined,
-)
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective, GroupLosses
-from .._linearisation._quadratic import Quadratic
 from .._linearisation._retraction import flaw_of, Retraction
-from .._subproblem import choose
 from .._training._data import as_batch
 from .._training._group_network import GroupNetwork
 from .._training._model import Frozen, make_network, Network, with_fixed_state
@@ -37,11 +29,11 @@ from .._training._prior import Prior
 from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
 from .._training._solution import model_and_spec, Solution
 from .._training._step import StepSettings
-from ..filters import Tikhonov
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
 from ..losses._robust import reweighted
 from ..spectra import Estimate
+from ._inverse import BySingularValues, BySolves
 
 
 # The model counts as at the minimum within this many standard deviations, measured by the
@@ -50,9 +42,6 @@ _AT_MINIMUM = 0.1
 # Sparse problems of more parameters than this are solved for each function. A matrix of
 # 2,000 parameters takes some ten seconds.
 _MANY = 2000
-# A function is undetermined if its variance falls by more than the first factor when the
-# damping, a multiple of the rounding of the curvature, rises by the second.
-_FALLS, _RISES, _ROUNDINGS = 1.1, 4.0, 100.0
 
 
 def covariance(
@@ -213,11 +202,11 @@ def _at(
     slope = problem.gradient()
     p, cost = problem.jacobian.domain.size, problem.jacobian.cost()
     fits = cost.rows_fit and p**2 * cost.itemsize <= memory_budget
-    inverse: _BySingularValues | _BySolves
+    inverse: BySingularValues | BySolves
     if fits and not (problem.jacobian.is_sparse and p > _MANY):
-        inverse = _BySingularValues.of(problem, moving, _concave(objective, lin))
+        inverse = BySingularValues.of(problem, moving, _concave(objective, lin))
     else:
-        inverse = _BySolves.of(problem, moving)
+        inverse = BySolves.of(problem, moving)
     loss = objective.value(lin.outputs)
     number = objective.num_targets(lin.outputs).astype(loss.dtype)
     dof = number - inverse.rank.astype(loss.dtype)
@@ -258,94 +247,6 @@ def _moving(lin: Linearisation) -> Bool[Array, " p"]:
     return jnp.concatenate(moving)
 
 
-class _BySingularValues(eqx.Module):
-    """The inverse of the curvature from the singular values of the whole Jacobian."""
-
-    known: Covariance
-    rank: Scalar
-
-    @property
-    def is_whole(self) -> Bool[Array, ""]:
-        """Whether no negative curvature of the loss had to be left out."""
-        return self.known.is_whole
-
-    @staticmethod
-    def of(
-        problem: Quadratic,
-        moving: Bool[Array, " p"],
-        concave: Float[Array, "p p"] | None,
-    ) -> "_BySingularValues":
-        matrix = problem.jacobian.as_matrix()
-        number = jnp.array(len(matrix), matrix.dtype)
-        known = from_matrix(matrix, moving, moving, number)
-        if concave is not None:
-            known = known.less(concave.astype(matrix.dtype))
-        return _BySingularValues(known, known.rank)
-
-    def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
-        """Return the covariance of linear functions of the parameters."""
-        return self.known.covariance_of(rows, scale.astype(rows.dtype))
-
-    def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
-        """Return the length of a Newton step in standard deviations."""
-        flat = _tree.ravel_pytree(slope)[0]
-        return jnp.linalg.norm(_tree.matmul(flat, self.known.factor))
-
-
-class _BySolves(eqx.Module):
-    """The inverse of the curvature by damped solves for each function, for sparse
-    problems of many parameters. The damping is that of rounding, after the columns are
-    scaled to length 1, so that it does not depend on the parameters' units."""
-
-    problem: Quadratic
-    units: PyTree[Array]
-    damping: Scalar
-    rank: Scalar
-    is_whole: ClassVar[bool] = True
-
-    @staticmethod
-    def of(problem: Quadratic, moving: Bool[Array, " p"]) -> "_BySolves":
-        if _tree.dtype(problem.residual) != jnp.float64:
-            raise ValueError(
-                "Single precision does not resolve the covariance of so many parameters: "
-                'use `jax.config.update("jax_enable_x64", True)`.'
-            )
-        zeros = jax.tree.map(jnp.zeros_like, problem.residual)
-        jacobian = problem.jacobian.at_hand_if_it_fits()
-        norms = jax.tree.map(jnp.sqrt, jacobian.squared_columns())
-        units = jax.tree.map(lambda x: jnp.where(x > 0, x, 1), norms)
-        damping = jnp.array(_ROUNDINGS * _tree.eps(problem.residual))
-        scaled = Quadratic(jacobian, zeros).scaled(units)
-        return _BySolves(scaled, units, damping, jnp.sum(moving))
-
-    def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
-        """Return the covariance of linear functions of the parameters. Two dampings show
-        whether the function is determined, and remove most of the damping's effect."""
-        units = _tree.ravel_pytree(self.units)[0]
-        unravel = self.problem.jacobian.domain.unravel
-        rows = rows / units[None]
-
-        def damped(damping: Scalar) -> Float[Array, "k k"]:
-            solved = jax.lax.map(lambda row: self._step(unravel(row), damping), rows)
-            flat = jax.vmap(lambda step: _tree.ravel_pytree(step)[0])(solved)
-            return -_tree.matmul(rows, flat.T)
-
-        less, more = damped(self.damping), damped(_RISES * self.damping)
-        determined = jnp.diagonal(less) <= _FALLS * jnp.diagonal(more)
-        found = less + (less - more) / (_RISES - 1)
-        return where_determined(determined, scale * 0.5 * (found + found.T))
-
-    def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
-        """Return the length of a Newton step in standard deviations. A product with the
-        Jacobian removes what rounding adds in directions without curvature."""
-        slope = jax.tree.map(jnp.divide, slope, self.units)
-        return _tree.norm(self.problem.jacobian.mv(self._step(slope, self.damping)))
-
-    def _step(self, slope: PyTree[Array], damping: Scalar) -> PyTree[Array]:
-        problem, filter = dataclasses.replace(self.problem, rest=slope), Tikhonov(damping)
-        return choose(problem, filter).solve(filter).step
-
-
 class ParameterCovariance(eqx.Module):
     """The covariance of fitted parameters, from [`gnlin.predict.covariance`][].
 
@@ -361,7 +262,7 @@ class ParameterCovariance(eqx.Module):
     degrees_of_freedom: Scalar
     _parameters: PyTree[Array]
     _retraction: Retraction | None
-    _inverse: _BySingularValues | _BySolves
+    _inverse: BySingularValues | BySolves
     _distance: Scalar  # to the minimum
     _frozen: Frozen
 
@@ -377,7 +278,7 @@ class ParameterCovariance(eqx.Module):
         **Raises:** `ValueError` for sparse residuals of more than 2,000 parameters, or if
         a p x p matrix or the Jacobian does not fit into the memory budget."""
         structure = Structure.of(self._parameters)
-        if isinstance(self._inverse, _BySolves):
+        if isinstance(self._inverse, BySolves):
             raise ValueError(
                 f"The errors of all {structure.size:,} parameters would take two solves "
                 "for each: ask for those that you need, such as "
@@ -434,7 +335,7 @@ class ParameterCovariance(eqx.Module):
 
 @eqx.filter_jit
 def _covariance_of(
-    inverse: _BySingularValues | _BySolves, rows: Float[Array, "k p"], scale: Scalar
+    inverse: BySingularValues | BySolves, rows: Float[Array, "k p"], scale: Scalar
 ) -> Float[Array, "k k"]:
     finite = jnp.all(jnp.isfinite(rows), axis=1)
     found = inverse.covariance_of(jnp.where(finite[:, None], rows, 0), scale)
