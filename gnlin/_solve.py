@@ -73,10 +73,10 @@ def solve(
     over a solver's hyperparameters and over models. The result of a few steps has
     derivatives with respect to hyperparameters, data and models in forward mode
     (`jax.jvp`, `jax.jacfwd`). Reverse mode is an error, because the number of steps is
-    not known in advance. The derivative of many steps is that of the path that they
-    take, which may be far from that of the solution: for a network that solves
-    u'' = -k, the derivative of u(1/2) with respect to k was 3.2 instead of 0.125 after
-    10 steps. Where the data determine the minimum, differentiate the minimum instead, by
+    not known in advance. The derivative is that of the path that the steps take, which
+    may be far from that of the solution: for a network that solves u'' = -k, the
+    derivative of u(1/2) by k was 3.2 after 10 steps, and is 0.125 for the solution.
+    Where the data determine the minimum, differentiate the minimum instead, by
     `optimistix.least_squares` with [`gnlin.methods.ImplicitAdjoint`][].
 
     **Arguments:**
