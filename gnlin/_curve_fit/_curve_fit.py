@@ -87,9 +87,9 @@ def curve_fit(
         With several data sets, each may have its own start, on a leading axis of every
         parameter.
     - `solver`: any least-squares solver of gnlin. With a `retraction`, standard errors
-        are those of the parameters on their curved space. For several data sets with
-        bounds, or with an `f` that has loops, the default uses a damping rule with few
-        trials, [`gnlin.damping.Nielsen`][].
+        are those of the parameters on their curved space. For likelihoods, and for
+        several data sets with bounds or with an `f` that has loops, the default uses a
+        damping rule with few trials, [`gnlin.damping.Nielsen`][].
     - `sigma`: the standard deviations of y, as one number or in the structure and shapes
         of `y` (of one data set or of all); or the m x m covariance of y. For m data sets
         of m points add an axis to the covariance, `covariance[None]`. Its rows are in the
