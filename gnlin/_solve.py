@@ -252,7 +252,7 @@ def solve(
     if doubt or (complaint and (is_interrupted or not throw)):
         warnings.warn(doubt or complaint, stacklevel=2)
     if throw and complaint and not is_interrupted:
-        raise RuntimeError(complaint)
+        raise eqx.EquinoxRuntimeError(complaint)
     if throw:
         well = [result == getattr(optx.RESULTS, name) for name in WELL]
         return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))

@@ -495,3 +495,18 @@ def test_short_representations():
     assert repr(spectrum) == "Spectrum(3 eigenvalues from 0 to 4, 1 of them zero)"
     several = jax.vmap(lambda s: lin.with_outputs(s * lin.outputs).spectrum())
     assert repr(several(jnp.ones(2))) == "Spectrum(eigenvalues=f64[2,3])"
+
+
+def test_a_model_may_have_attributes_named_as_those_of_results():
+    class Named(eqx.Module):
+        model: jax.Array
+        history: jax.Array
+        result: jax.Array
+        standard_errors: None = None
+
+        def __call__(self, x):
+            return self.model * x + self.result
+
+    x = jnp.linspace(0.0, 1.0, 5)
+    model = Named(jnp.array(1.0), jnp.array(0.0), jnp.array(0.0))
+    assert gnlin.solve(model, (x, 2 * x), max_steps=20).loss < 1e-10

@@ -436,3 +436,29 @@ def test_a_negative_damping_of_a_rule_is_out_of_range():
         UserWarning, match="its damping, or another setting .* out of rang"
     ):
         gnlin.solve((exponential, jnp.ones(2)), (x, x), solver)
+
+
+def test_a_factor_may_have_fewer_rows_than_outputs():
+    class Difference(gnlin.authoring.AbstractFactor):
+        def mv(self, v):
+            return (v[0] - v[1])[None]
+
+        def transpose_mv(self, u):
+            return jnp.concatenate([u, -u])
+
+        def whiten(self, gradient):
+            return gradient[:1], None
+
+    class OfDifference(gnlin.authoring.AbstractLoss):
+        reduction: str | None = None
+
+        def value(self, outputs, target):
+            return 0.5 * (outputs[0] - outputs[1] - target) ** 2
+
+        def factor(self, outputs, target):
+            return Difference()
+
+    x = jnp.linspace(0.1, 1.0, 10)
+    model = lambda p, x: jnp.stack([p[0] * x, p[1] * x**2]), jnp.ones(2)
+    solution = gnlin.solve(model, (x, x - 2 * x**2), loss=OfDifference())
+    np.testing.assert_allclose(solution.model[1], [1, 2], rtol=1e-6)

@@ -235,3 +235,10 @@ def test_squares_of_derivatives_out_of_range_are_no_success(solver, units):
     found = optx.least_squares(residuals, solver, start, y, throw=False)
     is_solved = np.allclose(found.value / of_parameters, [2.5, 1.3], rtol=1e-3)
     assert is_solved or found.result != optx.RESULTS.successful
+
+
+def test_an_exact_solution_whose_derivatives_vanish_is_a_success():
+    unit, target = np.float32(1e-24), jnp.array([1.0, 2.0], jnp.float32)
+    group = gnlin.Residuals(lambda p, _: unit * (p - target))
+    solution = gnlin.solve(target, group)
+    assert solution.result == optx.RESULTS.successful

@@ -135,6 +135,8 @@ def without_empty(
     if not isinstance(loss, BinomialNLL):
         return loss, data
     told = loss.trials > 0
+    if not isinstance(told, Tracer) and not np.any(told):
+        raise ValueError("There is no data: all `trials` are 0.")
     loss = dataclasses.replace(loss, trials=jnp.where(told, loss.trials, 1))
     return loss, data._replace(counted=jnp.where(told, data.counted, 0))
 

@@ -238,7 +238,8 @@ def has_arrived(
     allowed = jnp.maximum(allowed, jnp.minimum(lost, _STEEP * residual))
     rounding = _ROUNDINGS * eps * size
     has_fallen = loss <= highest
-    known = (has_fallen | (rounding <= allowed)) & ~_vanish(quadratic, norms, point)
+    known = has_fallen | (rounding <= allowed)
+    known &= (residual == 0) | ~_vanish(quadratic, norms, point)
     allowed += jnp.where(has_fallen, rounding, 0)
 
     def is_flat(g, norm, y):

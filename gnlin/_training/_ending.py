@@ -41,7 +41,8 @@ _UNEXPLAINED = 0.95
 _INITIAL = 0.1
 _NO_BRANCH = (
     "`jnp.where` does not stop the derivative of the branch that is not taken, such as "
-    "that of `sqrt` at 0: give that branch a safe argument, by a second `jnp.where`."
+    "that of `sqrt` at 0: give that branch a safe argument, by a second `jnp.where`. If "
+    "the derivative is very large, take other units of the parameters."
 )
 _NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
@@ -64,7 +65,10 @@ def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
     if result_name(state.result) == "nonfinite":
         report, last = state.report, LAST_FINITE if num_steps > 1 else AT_START
         if _has_no_derivative(carry):
-            return f"the derivative is not finite, but the loss is; {last}. {_NO_BRANCH}"
+            return (
+                "the derivative is not finite, or its squares overflow, but the loss is "
+                f"finite; {last}. {_NO_BRANCH}"
+            )
         if not jnp.isfinite(report.loss):
             return (
                 f"the loss is not finite; {last}. Look for numbers in the data, and for "

@@ -132,13 +132,14 @@ def partition(
 
 def _instead(model: Any, called: bool) -> str:
     """Return what to pass instead of what a run or a fit returns, or ""."""
+    if isinstance(model, optx.Solution):
+        return ": pass its `.value`"
+    if not type(model).__module__.startswith("gnlin."):
+        return ""
     if hasattr(model, "standard_errors"):  # a fit of curves
         of_curve = "`(f, fit.parameters)`, or use `fit.band` or `fit.derived`"
         return f": pass {of_curve if called else '`fit.parameters`'}"
-    if isinstance(model, optx.Solution):
-        return ": pass its `.value`"
-    is_solution = all(hasattr(model, name) for name in ("model", "history", "result"))
-    return ": pass `solution.model`" if is_solution else ""
+    return ": pass `solution.model`" if hasattr(model, "history") else ""
 
 
 def _with_arrays(parameters: PyTree) -> PyTree:

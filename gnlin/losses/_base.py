@@ -31,8 +31,8 @@ class AbstractLoss(eqx.Module):
     gradient and Hessian come from automatic differentiation, and a c x c Hessian is
     factorised for each example with c outputs. To avoid this, define `gradient` and
     `factor` in closed form, or subclass [`gnlin.authoring.AbstractElementwiseLoss`][] if
-    the loss is a sum over outputs. If the loss is not convex, negative curvature is
-    replaced by zero. A piecewise linear loss, such as the absolute error, has no
+    the loss is a sum over outputs. If the loss is not convex, steps take negative
+    curvature as zero. A piecewise linear loss, such as the absolute error, has no
     curvature: round its kinks.
 
     **Attributes:**

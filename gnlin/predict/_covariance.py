@@ -231,8 +231,12 @@ def _concave(
     if product is None:
         return None
     matrix, outputs = lin.matrix(), Structure.of(lin.outputs)
-    flat = lambda column: _tree.ravel_pytree(product(outputs.unravel(column)))[0]
-    return _tree.matmul(matrix.T, jax.vmap(flat, 1, 1)(matrix))
+
+    def column(tangent: Float[Array, " m"]) -> Float[Array, " p"]:
+        flat = _tree.ravel_pytree(product(outputs.unravel(tangent)))[0]
+        return _tree.matmul(matrix.T, flat)
+
+    return jax.lax.map(column, matrix.T)  # one after the other, to save memory
 
 
 def _moving(lin: Linearisation) -> Bool[Array, " p"]:
