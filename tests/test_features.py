@@ -420,7 +420,8 @@ def test_the_distance_of_kernels_that_are_nearly_the_same(size):
     ]
     a, b = (k.astype(float) / np.linalg.norm(k.astype(float)) for k in both)
     expected = 0.5 * np.sum((a - b) ** 2)
-    found = features.kernel_distance(*map(jnp.asarray, both))
+    both = list(map(jnp.asarray, both))
+    found = features.kernel_distance(*both)
     np.testing.assert_allclose(found, expected, rtol=0.2)
     assert features.kernel_distance(both[0], both[0]) == 0
     np.testing.assert_allclose(features.kernel_alignment(*both), 1, rtol=1e-5)

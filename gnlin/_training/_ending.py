@@ -193,7 +193,7 @@ def _risen_from(losses: np.ndarray) -> str:
     some = min(_LOOKED_BACK, len(losses) // 2)
     size = max(some, len(losses) // 10)
     parts = losses[-(len(losses) // size * size) :].reshape(-1, size)
-    *between, end = np.median(parts, axis=1)
+    *between, end = map(float, np.median(parts, axis=1))
     # A loss of zero, such as that of a batch whose targets are met, cannot be the unit.
     known = losses[losses != 0] if np.any(losses) else losses
     first, start = float(known[0]), float(np.median(known[:size]))
