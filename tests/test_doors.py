@@ -1,7 +1,6 @@
 """Invalid arguments are refused in one sentence, or end a traced run as not finite."""
 
 import math
-import types
 
 import equinox as eqx
 import jax
@@ -283,7 +282,15 @@ MODELS = {
     "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
     "parameters": (PARAMETERS, "must be callable .* but a dictionary of"),
     "a solution": (
-        types.SimpleNamespace(model=LINE, history={}, result=None),
+        gnlin.Solution(
+            model=LINE,
+            state=None,
+            loss=jnp.zeros(()),
+            result=optx.RESULTS.successful,
+            reason="",
+            history=gnlin.History({}),
+            stats={},
+        ),
         "must be callable .* was given: pass `solution.model`",
     ),
     "two functions": ((of_pair, of_pair), "but a tuple of 2 was given"),
