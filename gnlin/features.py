@@ -251,8 +251,7 @@ def _check_kernels(*kernels: Kernel) -> None:
 
 
 def _check_alike(name: str, a: PyTree[Array], b: PyTree[Array]) -> None:
-    shapes = jax.tree.map(lambda x: x.shape, a), jax.tree.map(lambda x: x.shape, b)
-    if not eqx.tree_equal(*shapes):
+    if not _tree.alike(a, b):
         raise ValueError(f"The {name} must have the same structure and shapes.")
 
 

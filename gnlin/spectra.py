@@ -17,7 +17,13 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Scalar, ScalarLike
 
 from ._common import _tree
-from ._common._checks import as_key, as_scalar, check_count, check_finite_positive
+from ._common._checks import (
+    as_key,
+    as_scalar,
+    check_count,
+    check_finite_positive,
+    nan_unless,
+)
 from ._common._tree import matmul, ravel_pytree
 from ._jacobian import AbstractJacobian
 from ._linear_algebra import _lanczos, _nystrom
@@ -236,7 +242,7 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
     if num_probes >= n:
         each = jax.lax.map(lambda e: jnp.vdot(e, product(e)), jnp.eye(n, dtype=dtype))
         exact = jnp.sum(each)
-        return Estimate(exact, jnp.where(jnp.isfinite(exact), 0, jnp.nan).astype(dtype))
+        return Estimate(exact, nan_unless(jnp.isfinite(exact), jnp.zeros((), dtype)))
     return Estimate(*_nystrom.trace(product, n, num_probes, key, dtype))
 
 

@@ -370,8 +370,8 @@ def listed_shapes(tree: PyTree) -> str:
 
 def alike(one: PyTree, other: PyTree) -> bool:
     """Whether two pytrees have the same structure and shapes."""
-    same = jax.tree.structure(one) == jax.tree.structure(other)
-    return same and listed_shapes(one) == listed_shapes(other)
+    shapes = (jax.tree.map(jnp.shape, tree) for tree in (one, other))
+    return bool(eqx.tree_equal(*shapes))
 
 
 def in_words(module: Any) -> str:

@@ -161,12 +161,6 @@ def check_values(loss: AbstractLoss, y: PyTree, rows: Iterable[Any]) -> None:
         loss.check(jax.ShapeDtypeStruct(row.shape, row.dtype), row)
 
 
-def has_observed_root(loss: AbstractElementwiseLoss) -> bool:
-    """Whether `root` is the root of the observed curvature, and not of an expected
-    one."""
-    return type(loss).root is AbstractElementwiseLoss.root
-
-
 def is_of_rates(loss: AbstractLoss | None) -> bool:
     """Whether a loss takes rates of counts, and not their logarithms."""
     return isinstance(loss, PoissonNLL) and not loss.log_input

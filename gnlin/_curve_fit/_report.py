@@ -6,9 +6,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ..losses._base import has_observed_root
 from ._curve import rounding
 from ._ending import some_directions
-from ._likelihood import has_observed_root, is_known
+from ._likelihood import is_known
 from ._parameters import name_of
 
 

@@ -12,8 +12,9 @@ from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._linear_algebra._covariance import Covariance, covariance
 from ..losses import SquaredError
+from ..losses._base import has_observed_root
 from ..losses._robust import AbstractRobust, reweighted
-from ._likelihood import has_observed_root, Likelihood
+from ._likelihood import Likelihood
 from ._not_finite import NonFinite
 from ._problem import FitSettings, flat_box, Posed
 from ._undetermined import Totals
@@ -66,8 +67,8 @@ def as_fitted(
     - `slope`: the derivative of the loss by each parameter.
     - `jacobian`: the Jacobian of the residuals, or its triangular factor.
     - `is_seen`: whether each parameter affects the curve.
-    - `concave`: the curvature that the loss has beyond the Jacobian's, with its sign
-        changed.
+    - `concave`: the negative part of the loss's curvature, which `jacobian` leaves out,
+        with its sign changed.
     - `tangents`: the derivative of the parameters by the steps of a retraction. All
         Jacobians are then with respect to these steps.
     """

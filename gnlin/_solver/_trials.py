@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import forwards_only
+from .._common._checks import forwards_only, nan_unless
 from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
@@ -173,7 +173,7 @@ class Trials:
         lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
         damping = self.rule.damping(last.state, subproblem, lin.point)
         damping = jnp.asarray(damping, dtype)
-        damping = jnp.where(damping < 0, jnp.nan, damping)  # out of range
+        damping = nan_unless(damping >= 0, damping)
         damping = jnp.clip(damping, self.least_damping, self.largest_damping)
         accelerated = self.acceleration
         filter = InexactTikhonov(damping)

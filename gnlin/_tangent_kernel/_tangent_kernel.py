@@ -365,8 +365,3 @@ def _npy(file: str | os.PathLike) -> Path:
         raise ValueError(f"`file` must be the path of a file, but {file!r} was given.")
     path = Path(file).expanduser()
     return path if path.suffix == ".npy" else path.with_name(path.name + ".npy")
-
-
-#
-# Rows of the Jacobian, and their products
-#

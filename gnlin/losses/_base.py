@@ -238,12 +238,18 @@ def stirling_rest(number: Array) -> Array:
     return jnp.where(is_large, 0.5 * jnp.log(2 * jnp.pi * large) + rest, exact)
 
 
+def has_observed_root(loss: AbstractElementwiseLoss) -> bool:
+    """Whether `root` is the root of the observed curvature, and not of an expected
+    one."""
+    return type(loss).root is AbstractElementwiseLoss.root
+
+
 def has_observed_factor(loss: AbstractLoss) -> bool:
     """Whether `factor` is that of the Hessian without its negative part, and not of an
     expected Hessian, which a loss may define."""
     if isinstance(loss, AbstractElementwiseLoss):
-        kind, base = type(loss), AbstractElementwiseLoss
-        return kind.factor is base.factor and kind.root is base.root
+        is_inherited = type(loss).factor is AbstractElementwiseLoss.factor
+        return is_inherited and has_observed_root(loss)
     return type(loss).factor is AbstractLoss.factor
 
 

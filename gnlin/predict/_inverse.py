@@ -7,7 +7,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree, Scalar
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common import _tree
 from .._linear_algebra._covariance import (
@@ -29,7 +29,10 @@ class BySingularValues(eqx.Module):
     """The inverse of the curvature from the singular values of the whole Jacobian."""
 
     known: Covariance
-    rank: Scalar
+
+    @property
+    def rank(self) -> Int[Array, ""]:
+        return self.known.rank
 
     @property
     def is_whole(self) -> Bool[Array, ""]:
@@ -47,7 +50,7 @@ class BySingularValues(eqx.Module):
         known = from_matrix(matrix, moving, moving, number)
         if concave is not None:
             known = known.less(concave.astype(matrix.dtype))
-        return BySingularValues(known, known.rank)
+        return BySingularValues(known)
 
     def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
         """Return the covariance of linear functions of the parameters."""
