@@ -735,3 +735,11 @@ def test_arrays_like_the_outputs_have_their_shapes():
         for wrong in (targets.T, targets[:, 0], [targets, targets]):
             with pytest.raises(ValueError, match=r"outputs' shapes, \(5, 2\), but have"):
                 take(wrong)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-22])
+def test_eigenvalues_out_of_range_are_not_finite(size):
+    matrix = jnp.array([[3.0, 1.0], [1.0, 2.0]], jnp.float32) * jnp.float32(size)
+    lin = linearise(lambda y, a: a @ y, jnp.ones(2, jnp.float32), matrix)
+    eigenvalues = lin.spectrum(method="svd").eigenvalues
+    assert not np.any(np.isfinite(eigenvalues))

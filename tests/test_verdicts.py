@@ -218,8 +218,12 @@ def test_a_start_that_fits_to_rounding_in_single_precision(weight):
 @pytest.mark.parametrize("units", [(1e-20, 1.0), (1e9, 1e-15), (1e-12, 1e10)], ids=str)
 @pytest.mark.parametrize(
     "solver",
-    [LEVENBERG_MARQUARDT, gnlin.GaussNewton(method="svd")],
-    ids=["damped", "svd"],
+    [
+        LEVENBERG_MARQUARDT,
+        gnlin.GaussNewton(method="svd"),
+        gnlin.TruncatedGaussNewton(0.1),
+    ],
+    ids=["damped", "svd", "truncated"],
 )
 def test_squares_of_derivatives_out_of_range_are_no_success(solver, units):
     of_parameters, of_residuals = np.float32(units)

@@ -318,13 +318,13 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     # rounding, for example if v lies on columns of zeros.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
     impossible = s > 2 * p**0.5 * sizes
+    vanish = (s[0] > 0) & (s[0] ** 2 == 0)  # all squares underflow
 
     def above(least: float, faint=None) -> Spectrum:
         kept = jnp.where((s <= least * sizes) & jnp.isfinite(sizes) | impossible, 0, s)
         lift = Partial(lift_singular, Partial(jacobian.domain.unravel), kept, vt)
         origin = _Origin(jacobian, residual, u if m <= p else vt.T)
         project = Partial(_project_singular, q, u)
-        vanish = (kept[0] > 0) & (kept[0] ** 2 == 0)  # the squares underflow
         w = jnp.where(vanish, jnp.nan, kept**2)
         return Spectrum(w, residual, project, lift, origin=origin, faint=faint)
 
