@@ -239,8 +239,9 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     likelihood, takes 13 exact steps, and 156 with early stops.
 
     The longest step of a likelihood, such as Poisson's of a logarithm, may lead to a
-    worse minimum. Of 1,350 fits of nine curves by likelihoods, 95 ended above the best
-    minimum found with it, and 49 with Nielsen's rule, in as many steps.
+    worse minimum. Nine curves were fitted by likelihoods, 1,350 times. With the longest
+    step 95 fits ended above the best minimum that was found, and with Nielsen's rule 49,
+    in about as many steps.
 
     - `wait`: whether data sets wait for the one with the most trials at each step, and
       trials are expensive. With a rule of few trials, a fit of a differential equation to

@@ -71,8 +71,8 @@ def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
             )
         if not jnp.isfinite(report.loss):
             return (
-                f"the loss is not finite; {last}. Look for numbers in the data, and for "
-                "logarithms, divisions and powers in the function, that are not finite."
+                f"the loss is not finite; {last}. Look for values in the data that are "
+                "not finite, and at logarithms, divisions and powers in the function."
             )
         if jnp.isnan(report.damping):
             what = "its damping, or another setting of the solver, is out of range"

@@ -96,8 +96,8 @@ def covariance(
 
     **Raises:** `ValueError` if an argument makes no sense, or if anything is not finite;
     also for sparse residuals of more than 2,000 parameters in single precision, which
-    does not resolve what they determine. So many parameters have the positive part of
-    the curvature of each example only.
+    does not resolve what they determine. For so many parameters, only the positive part
+    of each example's curvature counts.
 
     !!! example
 
