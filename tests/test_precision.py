@@ -65,3 +65,32 @@ def test_products_of_a_run_have_full_precision():
     assert len(found) > 2
     assert all(e.params["precision"] in (full, (full, full)) for e in found)
     np.testing.assert_array_less(run(start), 0.1)
+
+
+def test_many_rows_in_single_precision():
+    # max(m, p) eps would exceed the quotient of the singular values.
+    m = 400_000
+    x = np.random.default_rng(0).uniform(0, 1, m).astype(np.float32)
+    powers = np.arange(5)
+    y = (x[:, None] ** powers).sum(axis=1) + np.sin(1e4 * x) / 10
+    y = y.astype(np.float32)
+
+    def line(c, x):
+        return jnp.polyval(c[::-1], x)
+
+    start = jnp.zeros(5, jnp.float32)
+    fit = gnlin.curve_fit(line, jnp.asarray(x), jnp.asarray(y), start)
+    matrix = x.astype(float)[:, None] ** powers
+    exact, (chi_squared,), *_ = np.linalg.lstsq(matrix, y.astype(float), rcond=None)
+    inverse = np.linalg.inv(matrix.T @ matrix) * chi_squared / (m - 5)
+    errors = np.sqrt(np.diagonal(inverse))
+    np.testing.assert_allclose(fit.standard_errors, errors, rtol=1e-2)
+    np.testing.assert_array_less(np.abs(fit.parameters - exact), 0.2 * errors)
+
+    def residuals(c, data):
+        return line(c, data[0]) - data[1]
+
+    data = jnp.asarray(x), jnp.asarray(y)
+    solver = gnlin.GaussNewton(method="svd")
+    found = optx.least_squares(residuals, solver, start, data).value
+    np.testing.assert_array_less(np.abs(found - exact), 0.2 * errors)

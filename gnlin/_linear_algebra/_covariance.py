@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Scalar
 
 from .._common import _tree
 from .._common._tree import matmul
-from . import _small_svd
+from . import _lapack, _small_svd
 
 
 # A parameter, or a function of them, is undetermined if more than this part of it lies in
@@ -126,6 +126,7 @@ def covariance(
     """
     m, k = jacobian.shape
     length = jnp.maximum(num_points, max(m, k))
+    least = _lapack.rounding_of_singular_values(k, length, jacobian.dtype)
     finite = jnp.all(jnp.isfinite(jacobian))
     jacobian = jnp.where((free & seen)[None] & finite, jacobian, 0)
     norms = jax.lax.stop_gradient(_tree.column_norms(jacobian))
@@ -134,7 +135,7 @@ def covariance(
     # would count as undetermined, and be mixed with those that are.
     rows = jnp.diag(jnp.where(free, 0, 1).astype(jacobian.dtype))
     held = jnp.concatenate([jacobian / units[None], rows])
-    factor, s, vt = _inverse_factor(held, length)
+    factor, s, vt = _inverse_factor(held, least)
     known = s > 0
     factor = jnp.where((norms > 0)[:, None], factor / units[:, None], 0)
     parts = jnp.where(known[:, None], 0, vt)
@@ -142,8 +143,7 @@ def covariance(
     directions = jnp.where(free[None] & finite, parts / units[None], 0)
     rank = jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0)
     factor = jnp.where(finite, factor, jnp.nan)
-    eps = jnp.finfo(jacobian.dtype).eps
-    rounding = jnp.maximum(_PART, jnp.sqrt(m) * length * eps).astype(jacobian.dtype)
+    rounding = jnp.maximum(_PART, jnp.sqrt(m) * least).astype(jacobian.dtype)
     return Covariance(
         factor,
         rank,
@@ -157,12 +157,12 @@ def covariance(
 
 @jax.custom_jvp
 def _inverse_factor(
-    matrix: Float[Array, "m k"], length: Scalar
+    matrix: Float[Array, "m k"], least: Scalar
 ) -> tuple[Float[Array, "k k"], Float[Array, " k"], Float[Array, "k k"]]:
     r"""Return $V S^{-1}$ on the numerical range, the singular values (0 off the range),
-    and $V^\top$. Singular values below `length` roundings of the largest are off it."""
+    and $V^\top$. Singular values below `least` times the largest are off it."""
     _, s, vt = _small_svd.svd(matrix)
-    s = jnp.where(s > length * jnp.finfo(matrix.dtype).eps * s[0], s, 0)
+    s = jnp.where(s > least * s[0], s, 0)
     factor = _tree.quotient(vt.T, s[None])
     return factor, s, vt
 
@@ -174,8 +174,8 @@ def _(primals, tangents):
     If singular values are equal, $F$ has no derivative, but $F F^\top = (A^\top A)^{-1}$
     has: $-F M F^\top$, with $M = F^\top(\dot A^\top A + A^\top\dot A)F$. Hence
     $\dot F = -F M/2$."""
-    (matrix, length), (change, _) = primals, tangents
-    factor, s, vt = _inverse_factor(matrix, length)
+    (matrix, least), (change, _) = primals, tangents
+    factor, s, vt = _inverse_factor(matrix, least)
     half = matmul(matmul(matrix, factor).T, matmul(change, factor))
     change = -0.5 * matmul(factor, half + half.T)
     return (factor, s, vt), (change, jnp.zeros_like(s), jnp.zeros_like(vt))

@@ -306,7 +306,8 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     (as in J. Demmel et al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
     """
     phi = jacobian.as_matrix()
-    (m, p), rounding = phi.shape, _rounding(phi)
+    m, p = phi.shape
+    rounding = _lapack.rounding_of_singular_values(min(m, p), max(m, p), phi.dtype)
     # QR rounds each column relative to its norm, so that R may be sorted in its place.
     q, phi = _lapack.qr(phi) if m > p and _lapack.is_oblong(m, p) else (None, phi)
     norms = jnp.linalg.norm(phi, axis=0)

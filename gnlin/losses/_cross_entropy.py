@@ -234,9 +234,10 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
 
     def elementwise(self, output: Array, target: Array) -> Array:
         # Both terms stay accurate where the other one vanishes.
-        wrong = (1 - target) * jnp.maximum(output, 0) - target * jnp.minimum(output, 0)
+        softplus = lambda x: jnp.logaddexp(x, 0)
+        value = target * softplus(-output) + (1 - target) * softplus(output)
         certain = jnp.isinf(output) & jnp.where(output > 0, target == 1, target == 0)
-        return jnp.where(certain, 0, wrong + jnp.log1p(jnp.exp(-jnp.abs(output))))
+        return jnp.where(certain, 0, value)
 
     def derivative(self, output: Array, target: Array) -> Array:
         return binomial_slope(output, target, 1 - target)
