@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._common import _tree
-from .._common._checks import check_callable, check_count, check_flag
+from .._common._checks import as_scalar, check_callable, check_count, check_flag
 from .._linearisation._bounds import check_start
 from .._linearisation._retraction import Retraction
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
@@ -30,7 +30,7 @@ from ._likelihood import (
     without_empty,
 )
 from ._parameters import as_start, limits, parted
-from ._problem import FitSettings, flat_box, with_bounds
+from ._problem import FitSettings, flat_box
 from ._program import fitted
 from ._result import as_curve_fit, CurveFit
 from ._statistics import spread
@@ -173,7 +173,9 @@ def curve_fit(
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve, box = Curve(f), limits(bounds, start)
-    solver = with_bounds(solver, box)
+    # Arrays, so that looser refits, and other numbers of steps, run the same program.
+    solver = dataclasses.replace(solver, bounds=box, rtol=as_scalar(solver.rtol))
+    most = np.asarray(min(max_steps, np.iinfo(np.int32).max))
     check_flag("in_parts", in_parts)
     if in_parts or y is None:
         if sigma_x is not None or starts is not None:
@@ -183,9 +185,7 @@ def curve_fit(
         few = as_x(parts.example[0])
         check_rates(loss, lambda: curve.on(free, kept, few)(free, kept, few))
         check_start(box, free)
-        setting = FitSettings(
-            program, solver, loss, max_steps, kept, absolute_sigma, many=False
-        )
+        setting = FitSettings(program, solver, loss, most, kept, absolute_sigma)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
@@ -216,8 +216,8 @@ def curve_fit(
         check_alone(program, first, kept, given, x, missing)
     check_rates(loss, lambda: program(first, kept, x))
     solver = _for_fits(solver, loss, wait=many and (program.has_loops or box is not None))
-    setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
-    run = functools.partial(fitted, axes=axes, has_starts=starts is not None)
+    setting = FitSettings(program, solver, loss, most, kept, absolute_sigma, axes)
+    run = functools.partial(fitted, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
         return as_curve_fit(setting, curve, first, data, *run(setting, data, free))
     end, found = run(setting._replace(loss=SquaredError()), data, free)

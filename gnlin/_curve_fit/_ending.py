@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 from .._common import _tree
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
-from ..losses import BinomialNLL, TobitNLL
+from ..losses import BinomialNLL
 from ._curve import Data, rounding
 from ._not_finite import what_is_not_finite
 from ._problem import flat_box, Posed
@@ -285,9 +285,7 @@ def escaping(fit: "CurveFit") -> np.ndarray:
         box = flat_box(setting.solver.bounds, unravel(start))
         return (jnp.abs(fall) <= _FLAT) & is_far & ~box.is_left(start, step)
 
-    are_own = data.sigma.ndim == 2 or not isinstance(setting.likelihood, TobitNLL)
-    of_data = Data(x=None, y=0, sigma=0 if are_own else None, counted=0)  # type: ignore
-    tested = each(tells_nothing, in_axes=(of_data, 0, 0))
+    tested = each(tells_nothing, in_axes=(setting.axes, 0, 0))
     units = jnp.asarray(np.where(asked, errors, 1))
     for k in np.flatnonzero(asked.reshape(-1, asked.shape[-1]).any(axis=0)):
         alone = jnp.zeros_like(best).at[..., k].set(units[..., k])

@@ -111,7 +111,7 @@ def fitted_in_parts(
     setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the fields of `CurveFit`."""
-    most, setting = setting.max_steps, setting.with_arrays()
+    most = int(setting.max_steps)
     passes, solver = _Passes(setting, parts, start, nan_policy), setting.solver
     assert isinstance(solver, LevenbergMarquardt)
     first = solver.admissible(start)

@@ -220,7 +220,7 @@ class CurveFit(eqx.Module):
         x = as_x(x)
         fixed = self._setting.fixed
         curve = self._curve.on(self._free, fixed, x)
-        known = self._end.covariance, self._end.factor(self._setting)
+        known = self._end.covariance, self._end.variance
         mean, variance = _curve_and_errors(curve, self._free, fixed, x, *known)
         like = curve.shapes(self._free, fixed, x)
         if sigma is not None:
@@ -272,7 +272,7 @@ class CurveFit(eqx.Module):
                 raise ValueError(f"`fn` failed: {first_line(error)}.") from error
 
         lin = linearise(lambda free, _: flat(value(free)), self._free)
-        variances = known.variances(lin.matrix(), self._end.factor(self._setting))
+        variances = known.variances(lin.matrix(), self._end.variance)
         like = jax.eval_shape(value, self._free)
         both = lin.outputs, jnp.sqrt(variances)
         return Estimate(*(unflattened(part, like) for part in both))
