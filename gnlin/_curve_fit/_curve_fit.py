@@ -20,7 +20,7 @@ from ..losses import AbstractLoss, SquaredError
 from ._arrays import as_x, warn_of_rounding
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import as_y, check_alone, data_of, errors_of_x, surely, with_x
+from ._inputs import check_alone, data_of, errors_of_x, surely, with_x
 from ._likelihood import (
     as_loss,
     check_rates,
@@ -34,6 +34,7 @@ from ._problem import FitSettings, flat_box
 from ._program import fitted
 from ._result import as_curve_fit, CurveFit
 from ._statistics import spread
+from ._values import as_y
 
 
 # Number of robust fits after a first fit by squared error. Each takes its scale from the

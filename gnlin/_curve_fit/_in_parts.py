@@ -17,7 +17,6 @@ from ..losses._robust import AbstractRobust
 from ._arrays import as_x
 from ._by_passes import Expansion, minimise, Minimum
 from ._curve import Curve, flat
-from ._inputs import as_y
 from ._likelihood import check_values
 from ._not_finite import NonFinite
 from ._parts import Part, Parts
@@ -25,6 +24,7 @@ from ._problem import FitSettings, flat_box
 from ._statistics import as_fitted, Fitted
 from ._sums import added, Sums
 from ._undetermined import Doubts, doubts, UNMOVED
+from ._values import as_y
 
 
 # A block has about this many numbers of the Jacobian, so that it stays in the caches.
