@@ -52,6 +52,12 @@ def _is_of_numbers(value: Any) -> bool:
     return all(map(_is_of_numbers, value)) and len(set(map(np.shape, value))) == 1
 
 
+def in_each_leaf(value: Any, tree: PyTree) -> PyTree:
+    """Return a number, or an array, as a pytree like `tree`, and a pytree unchanged."""
+    is_leaf = jax.tree.structure(value) == jax.tree.structure(0)
+    return jax.tree.map(lambda _: value, tree) if is_leaf else value
+
+
 def as_array(value: Any, name: str) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(

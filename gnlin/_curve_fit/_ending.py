@@ -16,6 +16,7 @@ from ..losses import BinomialNLL
 from ._curve import Data, rounding
 from ._not_finite import what_is_not_finite
 from ._problem import flat_box, Posed
+from ._residuals import num_ignored
 
 
 if TYPE_CHECKING:
@@ -111,15 +112,6 @@ def are_determined(fit: "CurveFit") -> np.ndarray:
     return np.all(np.asarray(fit._end.covariance.determined), axis=-1)
 
 
-def _num_ignored(fit: "CurveFit") -> np.ndarray:
-    """Return the number of points of each data set that have no weight in a robust loss,
-    although the curve misses them; 0 if the data were read in parts."""
-    if not fit._setting.is_robust or fit._data is None:
-        return np.zeros(np.shape(fit._end.loss), int)
-    missed = np.asarray(fit.residuals) != 0
-    return np.asarray(np.sum(missed & (fit._pulls() == 0), axis=-1))
-
-
 def _are_separated(fit: "CurveFit") -> np.ndarray:
     """Whether the likelihood of each data set reaches 1 only at infinity. This happens if
     all trials of each point end alike, and as the curve predicts. If the data were read
@@ -184,7 +176,7 @@ def complaint(fit: "CurveFit") -> str:
     if failure := _failure(fit):
         return f"`gnlin.curve_fit` has not converged: {failure}."
     if fit._setting.is_robust:
-        ignored, number = int(_num_ignored(fit)), int(fit._end.num_points)
+        ignored, number = int(num_ignored(fit)), int(fit._end.num_points)
         are_all = bool(np.isnan(fit._end.variance))
         if are_all or ignored > _MOST * number:
             which = "all points" if are_all else f"{ignored} of {number} points"
@@ -234,7 +226,7 @@ def _complaint_of_many(fit: "CurveFit") -> str:
             ~np.asarray(end.covariance.is_whole)
         ),
         "have a loss that ignores most points, because they are far from the curve": (
-            _num_ignored(fit) > _MOST * np.asarray(end.num_points)
+            num_ignored(fit) > _MOST * np.asarray(end.num_points)
         ),
     }
     said = [

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common._checks import is_traced
-from ._arrays import as_floats
+from ._arrays import as_floats, in_each_leaf
 from ._curve import broadcast, Curve, Data, wholly_missing
 from ._values import Values
 
@@ -82,11 +82,8 @@ def errors_of_x(x: PyTree[Array], sigma_x: Any, sigma: Any) -> tuple[PyTree, PyT
     """Return x as floats and the standard deviation of each entry, if there are any."""
     if sigma_x is None:
         return x, None
-    if jax.tree.structure(sigma_x) == jax.tree.structure(0):
-        each = jax.tree.map(lambda _: sigma_x, x)
-    elif jax.tree.structure(sigma_x) == jax.tree.structure(x):
-        each = sigma_x
-    else:
+    each = in_each_leaf(sigma_x, x)
+    if jax.tree.structure(each) != jax.tree.structure(x):
         raise ValueError(
             "`sigma_x` must be one number, or have the structure of `x`, but "
             f"{sigma_x!r} was given."

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
+from ._arrays import in_each_leaf
 from ._by_passes import Expansion
 from ._curve import broadcast, Data, flat, unflattened, wholly_missing
 from ._parts import Part
@@ -122,9 +123,8 @@ def _data(
     values, size = flat(y), len(jax.tree.leaves(y)[0])
     errors = jnp.ones((), values.dtype)
     if sigma is not None:
-        if jax.tree.structure(sigma) == jax.tree.structure(0):
-            sigma = jax.tree.map(lambda _: sigma, y)
-        errors = flat(jax.tree.map(broadcast, sigma, y)).astype(values.dtype)
+        each = jax.tree.map(broadcast, in_each_leaf(sigma, y), y)
+        errors = flat(each).astype(values.dtype)
     values = jnp.where(jnp.isinf(errors), 0, values)  # left out, whatever its y
     # Integers and booleans are never missing.
     is_unknown = _any_of([v != v for v in jax.tree.leaves(x)], size)
