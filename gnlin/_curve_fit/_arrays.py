@@ -18,10 +18,7 @@ _TIMES = datetime.date, datetime.time, datetime.timedelta
 
 def as_x(x: PyTree[Any]) -> PyTree[Array]:
     """Convert x to a pytree of arrays."""
-
-    def of_leaf(path, value):
-        return as_array(value, f"x{jax.tree_util.keystr(path)}")
-
+    of_leaf = lambda path, v: as_array(v, f"x{jax.tree_util.keystr(path)}")
     return jax.tree_util.tree_map_with_path(of_leaf, columns_of(x))
 
 
@@ -103,9 +100,8 @@ def warn_of_rounding(**data: PyTree[Any]) -> None:
         return
     named = [(k, v) for k in data for v in jax.tree.leaves(columns_of(data[k]))]
     for name, value in named:
-        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
-            continue
-        if single.itemsize >= value.dtype.itemsize:
+        is_real = isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+        if not is_real or single.itemsize >= value.dtype.itemsize:
             continue
         value = value.astype(float)
         value = value[np.abs(value) < np.finfo(single).max]

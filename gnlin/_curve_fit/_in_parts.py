@@ -23,7 +23,7 @@ from ._parts import Part, Parts
 from ._problem import FitSettings, flat_box
 from ._statistics import as_fitted, Fitted
 from ._sums import added, Sums
-from ._undetermined import Doubts, doubts, UNMOVED
+from ._undetermined import doubts, UNMOVED
 from ._values import as_y
 
 
@@ -125,8 +125,7 @@ def fitted_in_parts(
     number = of_curve or of_derivative
     point = passes.point(sums, 3 if of_curve else 4) if number else -1
     nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
-    known = sums, unweighted, is_seen, nonfinite
-    end, found = _fitted(setting, minimum.y, first, *known)
+    end, found = _fitted(setting, minimum.y, first, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
         "residuals": None,
@@ -220,6 +219,9 @@ def _fitted(
     return as_fitted(setting, parameters, start, *known)
 
 
+_doubts = quickly(doubts)
+
+
 def _seen(
     passes: _Passes, minimum: Minimum, start: PyTree[Array], unweighted: Sums
 ) -> Array:
@@ -228,7 +230,8 @@ def _seen(
     loss."""
     parameters, loss = minimum.y, minimum.last.expansion().loss
     box = flat_box(passes.setting.solver.bounds, parameters)
-    found = _doubts(parameters, start, unweighted)
+    jacobian = unweighted.expansion().jacobian
+    found = _doubts(parameters, start, jacobian, unweighted.totals)
     y, unravel = _tree.ravel_pytree(parameters)
     stay = np.zeros(y.size, bool)
     for k in np.flatnonzero(found.asked):
@@ -238,8 +241,3 @@ def _seen(
                 change = passes.sums(unravel(y + step)).expansion().loss - loss
                 stay[k] = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
     return jnp.asarray(~np.asarray(found.is_rounding) & ~stay)
-
-
-@quickly
-def _doubts(parameters: PyTree[Array], start: PyTree[Array], sums: Sums) -> Doubts:
-    return doubts(parameters, start, sums.expansion().jacobian, sums.totals)

@@ -128,8 +128,8 @@ def _fitted(
         concave = _tree.matmul(jacobian.T, here.concave[:, None] * jacobian)
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
-    totals, known = here.totals, (parameters, start, here.outputs, jacobian)
-    is_seen = seen(setting, outputs_at, *known, totals)
+    totals = here.totals
+    is_seen = seen(setting, outputs_at, parameters, start, here.outputs, jacobian, totals)
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))

@@ -1,6 +1,6 @@
 """The report that a fit prints."""
 
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -95,9 +95,7 @@ def _how_well(fit: "CurveFit") -> list[str]:
 
 
 def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
-    def flat(tree: Any) -> np.ndarray:
-        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
-
+    flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
     columns = (
         names_of(fit.parameters),
         flat(fit.parameters),

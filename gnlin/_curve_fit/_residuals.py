@@ -93,14 +93,9 @@ def signs_of(
     loss: AbstractElementwiseLoss, f: np.ndarray, y: np.ndarray, uniform: np.ndarray
 ) -> np.ndarray:
     """Return the signs of randomised quantile residuals, which are random under the true
-    model also for small counts and censored values.
+    model also for small counts and censored values (Dunn and Smyth, 1996).
 
     - `uniform`: random numbers between 0 and 1.
-
-    ??? cite "Reference"
-
-        P. K. Dunn and G. K. Smyth, *Randomized quantile residuals*, J. Comput. Graph.
-        Stat. 5 (1996).
     """
     low, high = loss.cdf(f, y)
     return np.sign(low + (high - low) * uniform - 0.5)

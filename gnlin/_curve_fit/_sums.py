@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
@@ -81,15 +82,12 @@ def added(
     - `unweighted`: whether to leave the weights of a robust loss out of the triangle, as
         standard errors require, and to estimate the noise.
     """
-    leaves, structure = jax.tree.flatten((part.x, part.y, part.sigma))
-    blocks = [leaf for leaf in leaves if jnp.ndim(leaf) > 0]
+    is_in_blocks = lambda leaf: jnp.ndim(leaf) > 0
+    blocks, others = eqx.partition((part.x, part.y, part.sigma), is_in_blocks)
 
-    def step(sums_and_start, blocks):
+    def step(sums_and_start, block):
         sums, start = sums_and_start
-        blocks = iter(blocks)
-        x, y, sigma = structure.unflatten(
-            [next(blocks) if jnp.ndim(leaf) > 0 else leaf for leaf in leaves]
-        )
+        x, y, sigma = eqx.combine(block, others)
         data, flags = _data(x, y, sigma, part.num_points - start)
         rows, loss, totals, not_finite = _of_block(setting, free, data, y, unweighted)
         is_own = jnp.arange(flags[0].size) < part.num_points - start
