@@ -173,9 +173,9 @@ def curve_fit(
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
-    curve, box = Curve(f), limits(bounds, start)
+    curve, bounds = Curve(f), limits(bounds, start)
     # Arrays, so that looser refits, and other numbers of steps, run the same program.
-    solver = dataclasses.replace(solver, bounds=box, rtol=as_scalar(solver.rtol))
+    solver = dataclasses.replace(solver, bounds=bounds, rtol=as_scalar(solver.rtol))
     most = np.asarray(min(max_steps, np.iinfo(np.int32).max))
     check_flag("in_parts", in_parts)
     if in_parts or y is None:
@@ -185,7 +185,7 @@ def curve_fit(
         check_in_parts(solver, loss, parts)
         few = as_x(parts.example[0])
         check_rates(loss, lambda: curve.on(free, kept, few)(free, kept, few))
-        check_start(box, free)
+        check_start(bounds, free)
         setting = FitSettings(program, solver, loss, most, kept, absolute_sigma)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return as_curve_fit(setting, curve, free, None, end, found)
@@ -205,18 +205,20 @@ def curve_fit(
     elif many:
         free = jax.tree.map(lambda s: jnp.broadcast_to(s, (number, *s.shape)), free)
     for one in each_start:
-        check_start(box, one)
+        check_start(bounds, one)
     first = each_start[0]
     if solver.retraction is not None:
         Retraction.of(solver.retraction, first)  # raises an error if it does not fit
     if starts is not None:
-        free = _sobol(starts, first, free, box, many)
+        free = _sobol(starts, first, free, bounds, many)
 
     program = curve.on(first, kept, x)
     if missing is not None:
         check_alone(program, first, kept, given, x, missing)
     check_rates(loss, lambda: program(first, kept, x))
-    solver = _for_fits(solver, loss, wait=many and (program.has_loops or box is not None))
+    solver = _for_fits(
+        solver, loss, wait=many and (program.has_loops or bounds is not None)
+    )
     setting = FitSettings(program, solver, loss, most, kept, absolute_sigma, axes)
     run = functools.partial(fitted, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
@@ -259,11 +261,11 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     return solver
 
 
-def _sobol(number: int, first: PyTree, starts: PyTree, limits: Any, many: bool) -> PyTree:
+def _sobol(number: int, first: PyTree, starts: PyTree, bounds: Any, many: bool) -> PyTree:
     """Return `number` starts of each data set: its own, and points between the bounds."""
     check_count("starts", number)
     with jax.ensure_compile_time_eval():  # known bounds also if the data are traced
-        box = flat_box(limits, first)
+        box = flat_box(bounds, first)
         low, high = box.lower, box.upper
         is_unbounded = ~jnp.all(jnp.isfinite(low) & jnp.isfinite(high))
     if surely(is_unbounded):

@@ -262,8 +262,7 @@ def escaping(fit: "CurveFit") -> np.ndarray:
     asked = np.isfinite(errors) & (errors > _ASKED * np.abs(best))
     if not asked.any():
         return found
-    one = jax.tree.map(lambda p: p[0], end.parameters) if setting.many else end.parameters
-    unravel = _tree.Structure.of(one).unravel
+    unravel = _tree.Structure.of(fit._start).unravel
 
     def tells_nothing(data: Data, start: Array, step: Array) -> Bool[Array, ""]:
         posed = Posed.of(setting, data)

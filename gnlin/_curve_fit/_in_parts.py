@@ -22,7 +22,7 @@ from ._not_finite import NonFinite
 from ._parts import Part, Parts
 from ._problem import FitSettings, flat_box
 from ._statistics import as_fitted, Fitted
-from ._sums import added, Sums
+from ._sums import added, CURVE, DERIVATIVE, INFINITE, MISSING, SIGMA, Sums
 from ._undetermined import doubts, UNMOVED
 from ._values import as_y
 
@@ -121,10 +121,11 @@ def fitted_in_parts(
     if setting.is_robust:
         unweighted = passes.sums(minimum.y, unweighted=True)
     is_seen = _seen(passes, minimum, start, unweighted)
-    *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
-    number = of_curve or of_derivative
-    point = passes.point(sums, 3 if of_curve else 4) if number else -1
-    nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
+    of_curve = int(sums.faults.number[CURVE]) > 0
+    kind = CURVE if of_curve else DERIVATIVE
+    number = int(sums.faults.number[kind])
+    point = passes.point(sums, kind) if number else -1
+    nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve)))
     end, found = _fitted(setting, minimum.y, first, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
@@ -181,16 +182,18 @@ class _Passes:
         where = lambda kind: f"first at point {self.point(sums, kind):,}"
         if missing and self.nan_policy == "raise":
             raise ValueError(
-                f"`x` or `y` has {missing:,} missing values (NaN), {where(0)}: leave "
-                'them out, or pass `nan_policy="omit"`.'
+                f"`x` or `y` has {missing:,} missing values (NaN), {where(MISSING)}: "
+                'leave them out, or pass `nan_policy="omit"`.'
             )
         if infinite:
             raise ValueError(
-                f"`y` must be finite, but has {infinite:,} infinite values, {where(1)}."
+                f"`y` must be finite, but has {infinite:,} infinite values, "
+                f"{where(INFINITE)}."
             )
         if sigma:
             raise ValueError(
-                f"`sigma` must be positive, but is not at {sigma:,} points, {where(2)}."
+                f"`sigma` must be positive, but is not at {sigma:,} points, "
+                f"{where(SIGMA)}."
             )
         if sums.totals.num_points == 0:
             raise ValueError(

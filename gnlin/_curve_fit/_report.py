@@ -52,8 +52,8 @@ def report(fit: "CurveFit") -> str:
         shown = ", ".join(map(str, outliers[:_MOST_OUTLIERS]))
         more = ", ..." if outliers.size > _MOST_OUTLIERS else ""
         lines += ["", f"{outliers.size} outliers, at points {shown}{more}"]
-    losses = np.full(1, np.nan) if fit.losses is None else np.asarray(fit.losses)
-    if np.isfinite(losses[0]):
+    if fit.losses is not None and np.isfinite(fit.losses[0]):
+        losses = np.asarray(fit.losses)
         same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
         lines += [
             "",

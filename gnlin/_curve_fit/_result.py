@@ -125,9 +125,7 @@ class CurveFit(eqx.Module):
         vars(self).update(state)
         curve, setting, data = self._curve, self._setting, self._data
         if data is not None:
-            one = (lambda p: p[0]) if setting.many else (lambda p: p)
-            free = jax.tree.map(one, self._free)
-            curve = curve.on(free, setting.fixed, data.x)
+            curve = curve.on(self._start, setting.fixed, data.x)
         vars(self)["_setting"] = setting._replace(curve=curve)
 
     @property

@@ -18,11 +18,14 @@ from ._statistics import Misfit
 from ._undetermined import Totals
 
 
+# Kinds of faults of a point: a missing x or y, an infinite y, a `sigma` that is not
+# positive, and a curve or only a derivative that is not finite.
+MISSING, INFINITE, SIGMA, CURVE, DERIVATIVE = range(5)
+
+
 class Faults(NamedTuple):
     """For each kind of fault, the number of points that have it, and the first of them by
-    its part and its place in the part. The faults are a missing x or y, an infinite y, a
-    `sigma` that is not positive, a curve that is not finite, and a derivative that is not
-    finite."""
+    its part and its place in the part."""
 
     number: Int[Array, " 5"]
     part: Int[Array, " 5"]

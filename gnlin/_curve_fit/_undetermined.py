@@ -96,9 +96,9 @@ def seen(
 ) -> Bool[Array, " k"]:
     """Whether each parameter affects the curve. The curve is evaluated only where the
     linearisation does not tell."""
-    everything = parameters, start, outputs, jacobian, totals, setting.solver.bounds
-    everything = jax.lax.stop_gradient(everything)
-    parameters, start, outputs, jacobian, totals, bounds = everything
+    parameters, start, outputs, jacobian, totals, bounds = jax.lax.stop_gradient(
+        (parameters, start, outputs, jacobian, totals, setting.solver.bounds)
+    )
     if setting.solver.retraction is not None:  # Entries do not tell how large a turn is.
         start = _tree.zeros_like(start)
     found = doubts(parameters, start, jacobian, totals)
