@@ -241,10 +241,9 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     in large fits, as it does for networks. A fit of 30 spots on an image, with Poisson's
     likelihood, takes 13 exact steps, and 156 with early stops.
 
-    The longest step of a likelihood, such as Poisson's of a logarithm, may lead to a
-    worse minimum. Nine curves were fitted by likelihoods, 1,350 times. With the longest
-    step 95 fits ended above the best minimum that was found, and with Nielsen's rule 49,
-    in about as many steps.
+    The longest step of a likelihood may lead to a worse minimum. Of 1,350 fits of nine
+    curves, 95 ended above the best minimum that was found, and with Nielsen's rule 49, in
+    about as many steps.
 
     - `wait`: whether data sets wait for the one with the most trials at each step, and
       trials are expensive. With a rule of few trials, a fit of a differential equation to

@@ -135,14 +135,14 @@ def _without_maximum(fit: "CurveFit") -> str:
             "the curve separates successes from failures, so that the likelihood has no "
             "maximum: set bounds, or use fewer parameters"
         )
-    ways = {1: "rises", -1: "falls"}
+    ways, words = escaping(fit), {1: "rises", -1: "falls"}
+    if not ways.any():
+        return ""
     which = [
-        f"`{name}` {ways[way]}"
-        for name, way in zip(fit.names, escaping(fit).tolist(), strict=True)
+        f"`{name}` {words[way]}"
+        for name, way in zip(fit.names, ways.tolist(), strict=True)
         if way
     ]
-    if not which:
-        return ""
     return (
         f"the likelihood has no maximum, and {' and '.join(which)} without end, as for a "
         "group whose counts are all 0, whose trials all end alike, or whose values are "

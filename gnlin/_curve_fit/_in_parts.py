@@ -121,11 +121,10 @@ def fitted_in_parts(
     if setting.is_robust:
         unweighted = passes.sums(minimum.y, unweighted=True)
     is_seen = _seen(passes, minimum, start, unweighted)
-    of_curve = int(sums.faults.number[CURVE]) > 0
-    kind = CURVE if of_curve else DERIVATIVE
+    kind = CURVE if sums.faults.number[CURVE] > 0 else DERIVATIVE
     number = int(sums.faults.number[kind])
     point = passes.point(sums, kind) if number else -1
-    nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve)))
+    nonfinite = NonFinite(*map(jnp.array, (point, number, kind == CURVE)))
     end, found = _fitted(setting, minimum.y, first, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
@@ -147,10 +146,10 @@ class _Passes:
         self.setting, self.parts, self.nan_policy = setting, parts, nan_policy
         # The sums do not use the solver, and another one would compile them again.
         self.of_sums = setting._replace(solver=None)  # type: ignore
-        self.size = _tree.size(start)
         x, y = jax.tree.map(to_jax, parts.example)
         outputs = setting.curve.shapes(start, setting.fixed, x)
-        self.dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
+        dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
+        self.nothing = Sums.of_nothing(_tree.size(start), dtype)
 
     def expand(self, free: PyTree[Array]) -> tuple[Expansion, Sums]:
         sums = self.sums(free)
@@ -158,7 +157,7 @@ class _Passes:
 
     def sums(self, free: PyTree[Array], unweighted: bool = False) -> Sums:
         is_first = self.parts.num_points is None
-        sums = Sums.of_nothing(self.size, self.dtype)
+        sums = self.nothing
         for number, part in enumerate(self.parts):
             if is_first:
                 self._check_targets(part)

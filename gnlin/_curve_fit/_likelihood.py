@@ -116,15 +116,9 @@ def is_likelihood(loss: AbstractLoss) -> bool:
 
 def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwiseLoss:
     """Flatten the loss's own arrays, such as numbers of trials, like the points."""
-    leaves = jax.tree.leaves(of_y)
-    if len(leaves) != 1:
-        return loss
-    (shape,) = (leaf.shape for leaf in leaves)
-
-    def row(leaf):
-        return leaf.ravel() if eqx.is_array(leaf) and leaf.shape == shape else leaf
-
-    return jax.tree.map(row, loss)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(of_y)]
+    is_like_y = lambda leaf: eqx.is_array(leaf) and [leaf.shape] == shapes
+    return jax.tree.map(lambda leaf: leaf.ravel() if is_like_y(leaf) else leaf, loss)
 
 
 def without_empty(

@@ -130,9 +130,13 @@ def _refuse(
     if isinstance(out, Exception):
         if explains_itself(out):
             raise out
+        remedy = ""
+        # A column of a DataFrame with missing values holds floats.
+        if "Indexer must have integer" in str(out):
+            remedy = "; convert the index by `.astype(int)` in `f`"
         raise ValueError(
             "`f(parameters, x)` failed (it must take these two arguments and use JAX's "
-            f"operations): {first_line(out)}{_of_index(out)}."
+            f"operations): {first_line(out)}{remedy}."
         ) from out
     (structure, of_y), (of_curve, found) = _shapes(tree), _shapes(out)
     hint = ""
@@ -164,14 +168,6 @@ def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:
 def _long(shape: tuple[int, ...] | None) -> list[int]:
     """Return the lengths of the axes that are longer than 1."""
     return [length for length in shape or () if length != 1]
-
-
-def _of_index(error: Exception) -> str:
-    """Return the remedy if an index is no whole number, as in a column of a DataFrame
-    with missing values."""
-    if "Indexer must have integer" not in str(error):
-        return ""
-    return "; convert the index by `.astype(int)` in `f`"
 
 
 def _shapes(tree: PyTree) -> tuple[Any, list]:
