@@ -15,7 +15,7 @@ import scipy.stats
 from problems import num_compiled
 
 import gnlin
-from gnlin._curve_fit._likelihood import runs_test, signs_of
+from gnlin._curve_fit._residuals import runs_test, signs_of
 
 
 RNG = np.random.default_rng(0)

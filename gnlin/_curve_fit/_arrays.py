@@ -18,10 +18,7 @@ _TIMES = datetime.date, datetime.time, datetime.timedelta
 
 def as_x(x: PyTree[Any]) -> PyTree[Array]:
     """Convert x to a pytree of arrays."""
-
-    def of_leaf(path, value):
-        return as_array(value, f"x{jax.tree_util.keystr(path)}")
-
+    of_leaf = lambda path, v: as_array(v, f"x{jax.tree_util.keystr(path)}")
     return jax.tree_util.tree_map_with_path(of_leaf, columns_of(x))
 
 
@@ -50,6 +47,12 @@ def _is_of_numbers(value: Any) -> bool:
     if all(isinstance(v, int | float | complex | np.number | np.bool_) for v in value):
         return True
     return all(map(_is_of_numbers, value)) and len(set(map(np.shape, value))) == 1
+
+
+def in_each_leaf(value: Any, tree: PyTree) -> PyTree:
+    """Return a number, or an array, as a pytree like `tree`, and a pytree unchanged."""
+    is_leaf = jax.tree.structure(value) == jax.tree.structure(0)
+    return jax.tree.map(lambda _: value, tree) if is_leaf else value
 
 
 def as_array(value: Any, name: str) -> Array:
@@ -97,9 +100,8 @@ def warn_of_rounding(**data: PyTree[Any]) -> None:
         return
     named = [(k, v) for k in data for v in jax.tree.leaves(columns_of(data[k]))]
     for name, value in named:
-        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
-            continue
-        if single.itemsize >= value.dtype.itemsize:
+        is_real = isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+        if not is_real or single.itemsize >= value.dtype.itemsize:
             continue
         value = value.astype(float)
         value = value[np.abs(value) < np.finfo(single).max]

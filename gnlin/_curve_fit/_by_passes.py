@@ -49,7 +49,8 @@ class Expansion(NamedTuple):
 
     def outputs(self) -> PyTree[Array]:
         """Return outputs whose loss, by `HalfSquares`, is `loss`."""
-        return _outputs(self.residual, self.loss)
+        rest = self.loss - 0.5 * _tree.dot(self.residual, self.residual)
+        return {"residual": self.residual, "rest": rest}
 
     def at(self, point: PyTree[Array], memory_budget: int) -> Linearisation:
         """Return the linearisation of these outputs."""
@@ -59,10 +60,6 @@ class Expansion(NamedTuple):
         blocks = [Rows(x) for x in rows]
         jacobian = AtHand(domain, Structure.of(outputs), memory_budget, blocks)
         return Linearisation(point, outputs, jacobian)
-
-
-def _outputs(residual: Float[Array, " p"], loss: Scalar) -> PyTree[Array]:
-    return {"residual": residual, "rest": loss - 0.5 * _tree.dot(residual, residual)}
 
 
 class HalfSquares(AbstractObjective):

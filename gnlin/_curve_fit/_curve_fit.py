@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._common import _tree
-from .._common._checks import check_callable, check_count, check_flag
+from .._common._checks import as_scalar, check_callable, check_count, check_flag
 from .._linearisation._bounds import check_start
 from .._linearisation._retraction import Retraction
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
@@ -20,7 +20,7 @@ from ..losses import AbstractLoss, SquaredError
 from ._arrays import as_x, warn_of_rounding
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import as_y, check_alone, data_of, errors_of_x, surely, with_x
+from ._inputs import check_alone, data_of, errors_of_x, surely, with_x
 from ._likelihood import (
     as_loss,
     check_rates,
@@ -30,10 +30,11 @@ from ._likelihood import (
     without_empty,
 )
 from ._parameters import as_start, limits, parted
-from ._problem import FitSettings, flat_box, with_bounds
+from ._problem import FitSettings, flat_box
 from ._program import fitted
 from ._result import as_curve_fit, CurveFit
 from ._statistics import spread
+from ._values import as_y
 
 
 # Number of robust fits after a first fit by squared error. Each takes its scale from the
@@ -172,8 +173,10 @@ def curve_fit(
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
-    curve, box = Curve(f), limits(bounds, start)
-    solver = with_bounds(solver, box)
+    curve, bounds = Curve(f), limits(bounds, start)
+    # Arrays, so that looser refits, and other numbers of steps, run the same program.
+    solver = dataclasses.replace(solver, bounds=bounds, rtol=as_scalar(solver.rtol))
+    most = np.asarray(min(max_steps, np.iinfo(np.int32).max))
     check_flag("in_parts", in_parts)
     if in_parts or y is None:
         if sigma_x is not None or starts is not None:
@@ -182,10 +185,8 @@ def curve_fit(
         check_in_parts(solver, loss, parts)
         few = as_x(parts.example[0])
         check_rates(loss, lambda: curve.on(free, kept, few)(free, kept, few))
-        check_start(box, free)
-        setting = FitSettings(
-            program, solver, loss, max_steps, kept, absolute_sigma, many=False
-        )
+        check_start(bounds, free)
+        setting = FitSettings(program, solver, loss, most, kept, absolute_sigma)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
@@ -204,20 +205,22 @@ def curve_fit(
     elif many:
         free = jax.tree.map(lambda s: jnp.broadcast_to(s, (number, *s.shape)), free)
     for one in each_start:
-        check_start(box, one)
+        check_start(bounds, one)
     first = each_start[0]
     if solver.retraction is not None:
         Retraction.of(solver.retraction, first)  # raises an error if it does not fit
     if starts is not None:
-        free = _sobol(starts, first, free, box, many)
+        free = _sobol(starts, first, free, bounds, many)
 
     program = curve.on(first, kept, x)
     if missing is not None:
         check_alone(program, first, kept, given, x, missing)
     check_rates(loss, lambda: program(first, kept, x))
-    solver = _for_fits(solver, loss, wait=many and (program.has_loops or box is not None))
-    setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
-    run = functools.partial(fitted, axes=axes, has_starts=starts is not None)
+    solver = _for_fits(
+        solver, loss, wait=many and (program.has_loops or bounds is not None)
+    )
+    setting = FitSettings(program, solver, loss, most, kept, absolute_sigma, axes)
+    run = functools.partial(fitted, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
         return as_curve_fit(setting, curve, first, data, *run(setting, data, free))
     end, found = run(setting._replace(loss=SquaredError()), data, free)
@@ -238,10 +241,9 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     in large fits, as it does for networks. A fit of 30 spots on an image, with Poisson's
     likelihood, takes 13 exact steps, and 156 with early stops.
 
-    The longest step of a likelihood, such as Poisson's of a logarithm, may lead to a
-    worse minimum. Nine curves were fitted by likelihoods, 1,350 times. With the longest
-    step 95 fits ended above the best minimum that was found, and with Nielsen's rule 49,
-    in about as many steps.
+    The longest step of a likelihood may lead to a worse minimum. Of 1,350 fits of nine
+    curves, 95 ended above the best minimum that was found, and with Nielsen's rule 49, in
+    about as many steps.
 
     - `wait`: whether data sets wait for the one with the most trials at each step, and
       trials are expensive. With a rule of few trials, a fit of a differential equation to
@@ -258,11 +260,11 @@ def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:
     return solver
 
 
-def _sobol(number: int, first: PyTree, starts: PyTree, limits: Any, many: bool) -> PyTree:
+def _sobol(number: int, first: PyTree, starts: PyTree, bounds: Any, many: bool) -> PyTree:
     """Return `number` starts of each data set: its own, and points between the bounds."""
     check_count("starts", number)
     with jax.ensure_compile_time_eval():  # known bounds also if the data are traced
-        box = flat_box(limits, first)
+        box = flat_box(bounds, first)
         low, high = box.lower, box.upper
         is_unbounded = ~jnp.all(jnp.isfinite(low) & jnp.isfinite(high))
     if surely(is_unbounded):

@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool
 from .._common import _tree
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
-from ..losses import BinomialNLL, TobitNLL
+from ..losses import BinomialNLL
 from ._curve import Data, rounding
 from ._not_finite import what_is_not_finite
 from ._problem import flat_box, Posed
+from ._residuals import num_ignored
 
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 # A robust loss that ignores more than this part of the points may fit the wrong ones.
 _MOST = 0.5
-_OVERFLOW = "the residuals' squares overflow: start closer, or take larger units of y"
 # The most undetermined directions that a message describes.
 _MOST_DIRECTIONS = 3
 
@@ -32,44 +32,37 @@ def reason(fit: "CurveFit") -> str:
     """Return why the run ended, in words."""
     if fit._setting.many or isinstance(fit.chi_squared, Tracer):
         return ""
-    name, steps = result_name(fit.result), int(fit.num_steps)
-    if _are_separated(fit):
-        return (
-            "the curve separates successes from failures, so that the likelihood has no "
-            "maximum: set bounds, or use fewer parameters"
-        )
-    if _are_unlimited(fit):
-        return _without_maximum(fit)
+    converged = f"converged in {int(fit.num_steps)} steps"
+    return _without_maximum(fit) or _failure(fit) or converged
+
+
+def _failure(fit: "CurveFit") -> str:
+    """Return why the fit of one data set has not converged, or an empty string."""
+    name, steps, loss = result_name(fit.result), int(fit.num_steps), float(fit._end.loss)
+    has_place = int(fit._end.nonfinite.point) >= 0
     if _underflows(fit):
-        precision, other = _precision(fit)
-        return (
-            f"the residuals' squares underflow in {precision} precision: take smaller "
-            f"units of y{other}"
-        )
+        return _out_of_range(fit, "the residuals' squares underflow", "smaller", "y")
     if extreme := _extreme_derivative(fit):
         return extreme
-    if name == "successful":
-        return f"converged in {steps} steps"
-    if name == "nonlinear_max_steps_reached" and steps < fit._setting.max_steps:
-        return f"interrupted after {steps} steps"
+    if name == "successful" and not has_place:
+        return ""
     if name == "nonlinear_max_steps_reached":
-        made = in_words(name, steps)
-        return f"{made}: raise `max_steps`, or start closer"
-    if int(fit._end.nonfinite.point) >= 0:
+        if steps < fit._setting.max_steps:
+            return f"interrupted after {steps} steps"
+        return f"{in_words(name, steps)}: raise `max_steps`, or start closer"
+    if has_place:
         return what_is_not_finite(fit)
-    if name == "nonfinite" and not np.isfinite(fit._end.loss):
-        loss = fit._setting.likelihood
-        if loss is not None:
-            rate = ""
-            if getattr(loss, "log_input", False):
-                rate = "pass `log_input=False` if `f` is a rate, "
-            return (
-                f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or "
-                "set bounds"
-            )
-        return _OVERFLOW
-    if name == "nonfinite" and float(fit._end.loss) > np.finfo(np.float64).max ** 0.5:
-        return _OVERFLOW
+    likelihood = fit._setting.likelihood
+    if name == "nonfinite" and likelihood is not None and not np.isfinite(loss):
+        rate = ""
+        if getattr(likelihood, "log_input", False):
+            rate = "pass `log_input=False` if `f` is a rate, "
+        return (
+            f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or set "
+            "bounds"
+        )
+    if name == "nonfinite" and not loss <= np.finfo(np.float64).max ** 0.5:
+        return "the residuals' squares overflow: start closer, or take larger units of y"
     if name == "stagnation" and fit._setting.curve.has_loops:
         return (
             "it stands still: the steps are small and the gradient is not. `f` has "
@@ -88,11 +81,12 @@ def _underflows(fit: "CurveFit") -> bool:
     return bool(np.max(np.abs(fit.residuals)) > rounding(fit._data))
 
 
-def _precision(fit: "CurveFit") -> tuple[str, str]:
-    """Return the precision of a fit, and what else helps if its range is too small."""
-    if fit._end.loss.dtype == np.float32:
-        return "single", ", or use double precision"
-    return "double", ""
+def _out_of_range(fit: "CurveFit", what: str, units: str, quantity: str) -> str:
+    """Say that the range of floating-point numbers is too small, and what helps."""
+    is_single = fit._end.loss.dtype == np.float32
+    precision = "single" if is_single else "double"
+    other = ", or use double precision" if is_single else ""
+    return f"{what} in {precision} precision: take {units} units of {quantity}{other}"
 
 
 def _extreme_derivative(fit: "CurveFit") -> str:
@@ -108,25 +102,14 @@ def _extreme_derivative(fit: "CurveFit") -> str:
     which = int(np.argmax(is_extreme))
     is_small = known.units[which] < 1
     does, units = ("underflow", "larger") if is_small else ("overflow", "smaller")
-    precision, other = _precision(fit)
-    return (
-        f"the squares of the derivative of `f` by `{fit.names[which]}` {does} in "
-        f"{precision} precision: take {units} units of `{fit.names[which]}`{other}"
-    )
+    name = f"`{fit.names[which]}`"
+    what = f"the squares of the derivative of `f` by {name} {does}"
+    return _out_of_range(fit, what, units, name)
 
 
 def are_determined(fit: "CurveFit") -> np.ndarray:
     """Whether each data set determines all parameters."""
     return np.all(np.asarray(fit._end.covariance.determined), axis=-1)
-
-
-def _num_ignored(fit: "CurveFit") -> np.ndarray:
-    """Return the number of points of each data set that have no weight in a robust loss,
-    although the curve misses them; 0 if the data were read in parts."""
-    if not fit._setting.is_robust or fit._data is None:
-        return np.zeros(np.shape(fit._end.loss), int)
-    missed = np.asarray(fit.residuals) != 0
-    return np.asarray(np.sum(missed & (fit._pulls() == 0), axis=-1))
 
 
 def _are_separated(fit: "CurveFit") -> np.ndarray:
@@ -145,16 +128,19 @@ def _are_separated(fit: "CurveFit") -> np.ndarray:
     return np.asarray(are_sure)
 
 
-def _are_unlimited(fit: "CurveFit") -> np.ndarray:
-    """Whether the likelihood of each data set has no maximum for another reason."""
-    return np.asarray(np.any(escaping(fit) != 0, axis=-1) & ~_are_separated(fit))
-
-
 def _without_maximum(fit: "CurveFit") -> str:
-    ways = {1: "rises", -1: "falls"}
+    """Return why the likelihood of one data set has no maximum, or an empty string."""
+    if _are_separated(fit):
+        return (
+            "the curve separates successes from failures, so that the likelihood has no "
+            "maximum: set bounds, or use fewer parameters"
+        )
+    ways, words = escaping(fit), {1: "rises", -1: "falls"}
+    if not ways.any():
+        return ""
     which = [
-        f"`{name}` {ways[way]}"
-        for name, way in zip(fit.names, escaping(fit).tolist(), strict=True)
+        f"`{name}` {words[way]}"
+        for name, way in zip(fit.names, ways.tolist(), strict=True)
         if way
     ]
     return (
@@ -177,35 +163,9 @@ def complaint(fit: "CurveFit") -> str:
     if isinstance(fit.chi_squared, Tracer):
         return ""
     if fit._setting.many:
-        which = {
-            "have not converged (see `fit.result`)": np.asarray(
-                fit.result != optx.RESULTS.successful
-            ),
-            "do not determine all parameters (see infinite `fit.standard_errors`)": (
-                ~are_determined(fit)
-            ),
-            "have successes that the curve separates from failures, so that their "
-            "likelihood has no maximum": _are_separated(fit),
-            "have a likelihood without a maximum, so that a parameter may go to "
-            "infinity": _are_unlimited(fit),
-            "end where a rate falls to 0, so that their errors mean nothing": (
-                np.asarray(fit._end.edge) >= 0
-            ),
-            "have a large negative curvature, which the standard errors leave out": (
-                ~np.asarray(fit._end.covariance.is_whole)
-            ),
-            "have a loss that ignores most points, because they are far from the curve": (
-                _num_ignored(fit) > _MOST * np.asarray(fit._end.num_points)
-            ),
-        }
-        said = [
-            f"{flags.sum()} of {flags.size} data sets {what}"
-            for what, flags in which.items()
-            if flags.any()
-        ]
-        return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
-    if _are_separated(fit) or _are_unlimited(fit):
-        return f"`gnlin.curve_fit`: {fit.reason}."
+        return _complaint_of_many(fit)
+    if why := _without_maximum(fit):
+        return f"`gnlin.curve_fit`: {why}."
     if (point := int(fit._end.edge)) >= 0:
         return (
             f"`gnlin.curve_fit`: the rate falls to 0 at point {point}, where the count "
@@ -213,12 +173,10 @@ def complaint(fit: "CurveFit") -> str:
             "bounds that keep the rate positive, or let `f` return the logarithm of the "
             "rate, and use `gnlin.losses.PoissonNLL()`."
         )
-    is_well = result_name(fit.result) == "successful"
-    is_well &= not _underflows(fit) and not _extreme_derivative(fit)
-    if not is_well or int(fit._end.nonfinite.point) >= 0:
-        return f"`gnlin.curve_fit` has not converged: {fit.reason}."
+    if failure := _failure(fit):
+        return f"`gnlin.curve_fit` has not converged: {failure}."
     if fit._setting.is_robust:
-        ignored, number = int(_num_ignored(fit)), int(fit._end.num_points)
+        ignored, number = int(num_ignored(fit)), int(fit._end.num_points)
         are_all = bool(np.isnan(fit._end.variance))
         if are_all or ignored > _MOST * number:
             which = "all points" if are_all else f"{ignored} of {number} points"
@@ -232,19 +190,51 @@ def complaint(fit: "CurveFit") -> str:
             "out the negative curvature of the loss, which is too large: use "
             "`fit.confidence_intervals()`."
         )
-    if are_determined(fit):
-        if float(fit.degrees_of_freedom) > 0 or not fit._setting.is_estimated:
-            return ""
+    if not are_determined(fit):
+        return (
+            "`gnlin.curve_fit`: the data do not determine all parameters: moving "
+            f"{some_directions(fit, '; or ')} does not change the curve. Fix one of "
+            "them, pass more points, or start elsewhere."
+        )
+    if fit._setting.is_estimated and not float(fit.degrees_of_freedom) > 0:
         other = "" if fit._setting.is_robust else "`sigma` and `absolute_sigma=True`, or "
         return (
             "`gnlin.curve_fit`: there are no more points than parameters, so the "
             f"errors cannot be estimated: pass {other}more points."
         )
-    return (
-        "`gnlin.curve_fit`: the data do not determine all parameters: moving "
-        f"{some_directions(fit, '; or ')} does not change the curve. Fix one of "
-        "them, pass more points, or start elsewhere."
-    )
+    return ""
+
+
+def _complaint_of_many(fit: "CurveFit") -> str:
+    end, are_separated = fit._end, _are_separated(fit)
+    which = {
+        "have not converged (see `fit.result`)": np.asarray(
+            fit.result != optx.RESULTS.successful
+        ),
+        "do not determine all parameters (see infinite `fit.standard_errors`)": (
+            ~are_determined(fit)
+        ),
+        "have successes that the curve separates from failures, so that their "
+        "likelihood has no maximum": are_separated,
+        "have a likelihood without a maximum, so that a parameter may go to infinity": (
+            np.any(escaping(fit) != 0, axis=-1) & ~are_separated
+        ),
+        "end where a rate falls to 0, so that their errors mean nothing": (
+            np.asarray(end.edge) >= 0
+        ),
+        "have a large negative curvature, which the standard errors leave out": (
+            ~np.asarray(end.covariance.is_whole)
+        ),
+        "have a loss that ignores most points, because they are far from the curve": (
+            num_ignored(fit) > _MOST * np.asarray(end.num_points)
+        ),
+    }
+    said = [
+        f"{flags.sum()} of {flags.size} data sets {what}"
+        for what, flags in which.items()
+        if flags.any()
+    ]
+    return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
 
 
 # Only parameters whose standard error exceeds this multiple of their value are tested.
@@ -267,13 +257,12 @@ def escaping(fit: "CurveFit") -> np.ndarray:
         return found
     each = jax.vmap if setting.many else lambda f, in_axes: f
     best = each(lambda p: _tree.ravel_pytree(p)[0], in_axes=0)(end.parameters)
-    known = each(lambda f: _tree.matmul(f, f.T), in_axes=0)(end.covariance.factor)
+    known = _tree.matmul(end.covariance.factor, end.covariance.factor.mT)
     errors = np.sqrt(np.asarray(jnp.diagonal(known, axis1=-2, axis2=-1)))
     asked = np.isfinite(errors) & (errors > _ASKED * np.abs(best))
     if not asked.any():
         return found
-    one = jax.tree.map(lambda p: p[0], end.parameters) if setting.many else end.parameters
-    unravel = _tree.Structure.of(one).unravel
+    unravel = _tree.Structure.of(fit._start).unravel
 
     def tells_nothing(data: Data, start: Array, step: Array) -> Bool[Array, ""]:
         posed = Posed.of(setting, data)
@@ -285,9 +274,7 @@ def escaping(fit: "CurveFit") -> np.ndarray:
         box = flat_box(setting.solver.bounds, unravel(start))
         return (jnp.abs(fall) <= _FLAT) & is_far & ~box.is_left(start, step)
 
-    are_own = data.sigma.ndim == 2 or not isinstance(setting.likelihood, TobitNLL)
-    of_data = Data(x=None, y=0, sigma=0 if are_own else None, counted=0)  # type: ignore
-    tested = each(tells_nothing, in_axes=(of_data, 0, 0))
+    tested = each(tells_nothing, in_axes=(setting.axes, 0, 0))
     units = jnp.asarray(np.where(asked, errors, 1))
     for k in np.flatnonzero(asked.reshape(-1, asked.shape[-1]).any(axis=0)):
         alone = jnp.zeros_like(best).at[..., k].set(units[..., k])

@@ -17,14 +17,14 @@ from ..losses._robust import AbstractRobust
 from ._arrays import as_x
 from ._by_passes import Expansion, minimise, Minimum
 from ._curve import Curve, flat
-from ._inputs import as_y
 from ._likelihood import check_values
 from ._not_finite import NonFinite
 from ._parts import Part, Parts
 from ._problem import FitSettings, flat_box
 from ._statistics import as_fitted, Fitted
-from ._sums import added, Sums
-from ._undetermined import Doubts, doubts, UNMOVED
+from ._sums import added, CURVE, DERIVATIVE, INFINITE, MISSING, SIGMA, Sums
+from ._undetermined import doubts, UNMOVED
+from ._values import as_y
 
 
 # A block has about this many numbers of the Jacobian, so that it stays in the caches.
@@ -111,7 +111,7 @@ def fitted_in_parts(
     setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the fields of `CurveFit`."""
-    most, setting = setting.max_steps, setting.with_arrays()
+    most = int(setting.max_steps)
     passes, solver = _Passes(setting, parts, start, nan_policy), setting.solver
     assert isinstance(solver, LevenbergMarquardt)
     first = solver.admissible(start)
@@ -121,12 +121,11 @@ def fitted_in_parts(
     if setting.is_robust:
         unweighted = passes.sums(minimum.y, unweighted=True)
     is_seen = _seen(passes, minimum, start, unweighted)
-    *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
-    number = of_curve or of_derivative
-    point = passes.point(sums, 3 if of_curve else 4) if number else -1
-    nonfinite = NonFinite(*map(jnp.array, (point, number, of_curve > 0)))
-    known = sums, unweighted, is_seen, nonfinite
-    end, found = _fitted(setting, minimum.y, first, *known)
+    kind = CURVE if sums.faults.number[CURVE] > 0 else DERIVATIVE
+    number = int(sums.faults.number[kind])
+    point = passes.point(sums, kind) if number else -1
+    nonfinite = NonFinite(*map(jnp.array, (point, number, kind == CURVE)))
+    end, found = _fitted(setting, minimum.y, first, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
         "residuals": None,
@@ -147,10 +146,10 @@ class _Passes:
         self.setting, self.parts, self.nan_policy = setting, parts, nan_policy
         # The sums do not use the solver, and another one would compile them again.
         self.of_sums = setting._replace(solver=None)  # type: ignore
-        self.size = _tree.size(start)
         x, y = jax.tree.map(to_jax, parts.example)
         outputs = setting.curve.shapes(start, setting.fixed, x)
-        self.dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
+        dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
+        self.nothing = Sums.of_nothing(_tree.size(start), dtype)
 
     def expand(self, free: PyTree[Array]) -> tuple[Expansion, Sums]:
         sums = self.sums(free)
@@ -158,7 +157,7 @@ class _Passes:
 
     def sums(self, free: PyTree[Array], unweighted: bool = False) -> Sums:
         is_first = self.parts.num_points is None
-        sums = Sums.of_nothing(self.size, self.dtype)
+        sums = self.nothing
         for number, part in enumerate(self.parts):
             if is_first:
                 self._check_targets(part)
@@ -182,16 +181,18 @@ class _Passes:
         where = lambda kind: f"first at point {self.point(sums, kind):,}"
         if missing and self.nan_policy == "raise":
             raise ValueError(
-                f"`x` or `y` has {missing:,} missing values (NaN), {where(0)}: leave "
-                'them out, or pass `nan_policy="omit"`.'
+                f"`x` or `y` has {missing:,} missing values (NaN), {where(MISSING)}: "
+                'leave them out, or pass `nan_policy="omit"`.'
             )
         if infinite:
             raise ValueError(
-                f"`y` must be finite, but has {infinite:,} infinite values, {where(1)}."
+                f"`y` must be finite, but has {infinite:,} infinite values, "
+                f"{where(INFINITE)}."
             )
         if sigma:
             raise ValueError(
-                f"`sigma` must be positive, but is not at {sigma:,} points, {where(2)}."
+                f"`sigma` must be positive, but is not at {sigma:,} points, "
+                f"{where(SIGMA)}."
             )
         if sums.totals.num_points == 0:
             raise ValueError(
@@ -220,6 +221,9 @@ def _fitted(
     return as_fitted(setting, parameters, start, *known)
 
 
+_doubts = quickly(doubts)
+
+
 def _seen(
     passes: _Passes, minimum: Minimum, start: PyTree[Array], unweighted: Sums
 ) -> Array:
@@ -228,7 +232,8 @@ def _seen(
     loss."""
     parameters, loss = minimum.y, minimum.last.expansion().loss
     box = flat_box(passes.setting.solver.bounds, parameters)
-    found = _doubts(parameters, start, unweighted)
+    jacobian = unweighted.expansion().jacobian
+    found = _doubts(parameters, start, jacobian, unweighted.totals)
     y, unravel = _tree.ravel_pytree(parameters)
     stay = np.zeros(y.size, bool)
     for k in np.flatnonzero(found.asked):
@@ -238,8 +243,3 @@ def _seen(
                 change = passes.sums(unravel(y + step)).expansion().loss - loss
                 stay[k] = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
     return jnp.asarray(~np.asarray(found.is_rounding) & ~stay)
-
-
-@quickly
-def _doubts(parameters: PyTree[Array], start: PyTree[Array], sums: Sums) -> Doubts:
-    return doubts(parameters, start, sums.expansion().jacobian, sums.totals)

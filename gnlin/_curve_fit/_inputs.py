@@ -1,167 +1,19 @@
-"""Checks of the data of `curve_fit`, and their conversion to one form."""
+"""Missing points, and the errors of x and y: checks, and their conversion to one
+form."""
 
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._common import _tree
-from .._common._canonical import of_one_example
-from .._common._checks import explains_itself, first_line, is_traced
-from ._arrays import as_array, as_floats
-from ._curve import broadcast, Curve, Data, flat, wholly_missing
-
-
-class Values(NamedTuple):
-    """y as given, and the meaning of its leading axis.
-
-    - `many`: whether the leading axis is over data sets.
-    - `has_starts`: whether each data set has its own start.
-    """
-
-    tree: PyTree[Array]
-    many: bool
-    has_starts: bool = False
-
-    def of_one(self) -> PyTree:
-        """Return arrays, or their shapes and types, like those of one data set."""
-        return of_one_example(self.tree) if self.many else self.tree
-
-    def flat(self) -> Float[Array, "*sets m"]:
-        """Return y as one vector, or as one vector for each data set."""
-        return jax.vmap(flat)(self.tree) if self.many else flat(self.tree)
-
-
-def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Values:
-    """Decide whether y is one data set or several, by the shapes that `f` returns."""
-
-    def outputs(free: PyTree, kept: PyTree = kept) -> Any:
-        try:
-            return curve.on(free, kept, x).shapes(free, kept, x)
-        except Exception as error:
-            return error
-
-    out = outputs(free)
-    if isinstance(y, list | tuple | float | int):
-        same = jax.tree.structure(y) == jax.tree.structure(out)
-        if not same or not jax.tree.leaves(y):
-            y = as_array(y, "y")
-    tree = jax.tree.map(lambda v: wholly_missing(as_array(v, "y")), y)
-    lengths = {v.shape[:1] for v in jax.tree.leaves(tree)}
-    may_be_many = len(lengths) == 1 and lengths != {()}
-    have_length = lambda tree: {s.shape[:1] for s in jax.tree.leaves(tree)} == lengths
-
-    def readings() -> Iterator[tuple[Any, Values]]:
-        yield out, Values(tree, many=False)
-        if may_be_many:
-            if have_length(free):
-                yield outputs(of_one_example(free)), Values(tree, True, has_starts=True)
-            yield out, Values(tree, many=True)
-
-    for found, values in readings():
-        shapes = _shapes(values.of_one())
-        if _shapes(found) != shapes:
-            continue
-        if values.many and shapes[1] == [()]:
-            raise ValueError(
-                "`f(start, x)` is one number, and `y` has the shape "
-                f"{jax.tree.leaves(tree)[0].shape}: return a value for each point, for "
-                "example by `jnp.broadcast_to`."
-            )
-        for pair in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
-            of_f, of_y = ("complex" if jnp.iscomplexobj(v) else "real" for v in pair)
-            if of_f != of_y:
-                raise ValueError(
-                    f"`f(start, x)` is {of_f}, and `y` is {of_y}: both must be of the "
-                    "same kind."
-                )
-        return values
-    swapped = _with_swapped_arguments(curve, free, kept, x)
-    if _shapes(swapped) == _shapes(tree) and _shapes(out) != _shapes(x):
-        raise ValueError(
-            "`f(start, x)` does not have the shapes of `y`, but `f(x, start)` has: `f` "
-            "must take the parameters first, `f(parameters, x)`."
-        )
-    if may_be_many:
-        of_one_set = _shapes(of_one_example(tree))
-        of_all = map(of_one_example, (free, kept))
-        are_all = have_length(free) and have_length(kept)
-        if are_all and _shapes(outputs(*of_all)) == of_one_set:
-            raise ValueError(
-                "A fixed parameter has one value for all data sets, but in `start` each "
-                "has its own: pass one value, or fit each data set separately."
-            )
-        if _shapes(outputs(_of_one_set(free, *lengths))) == of_one_set:
-            raise ValueError(
-                "Each parameter in `start` needs a leading axis over the data sets, of "
-                f"the length {len(jax.tree.leaves(tree)[0])}, or none of them, but their "
-                f"shapes are {jax.tree.map(jnp.shape, free)}."
-            )
-    if isinstance(out, Exception):
-        if explains_itself(out):
-            raise out
-        raise ValueError(
-            "`f(parameters, x)` failed (it must take these two arguments and use JAX's "
-            f"operations): {first_line(out)}{_of_index(out)}."
-        ) from out
-    (structure, of_y), (of_curve, found) = _shapes(tree), _shapes(out)
-    hint = ""
-    if structure != of_curve and of_y == found:
-        hint = ": return the values in the structure of `y`, such as the array itself"
-    elif structure == of_curve and [shape[::-1] for shape in of_y] == found:
-        hint = ": transpose one of them, by `.T`"
-    elif [_long(shape) for shape in of_y] == [_long(shape) for shape in found]:
-        hint = ": flatten the one with more axes, by `.ravel()`"
-    raise ValueError(
-        "`f(start, x)` must have the shapes of `y`, "
-        f"{_tree.shapes_in_words(tree)}, but has {_tree.shapes_in_words(out)}{hint}."
-    )
-
-
-def _with_swapped_arguments(curve: Curve, free: PyTree, kept: PyTree, x: PyTree) -> Any:
-    """Return the shapes of `f(x, parameters)`, the order of SciPy, or None."""
-    try:
-        return jax.eval_shape(curve.f, x, eqx.combine(free, kept))
-    except Exception:
-        return None
-
-
-def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:
-    """Return the parameters of one data set, if only some of `free` have an axis over
-    data sets, or if all have one of a wrong length."""
-    lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(free)}
-    axes = lengths if len(lengths) == 1 else {number}
-
-    def of_one(leaf):
-        is_of_sets = leaf.ndim > 0 and leaf.shape[:1] in axes
-        return jax.ShapeDtypeStruct(leaf.shape[is_of_sets:], leaf.dtype)
-
-    return jax.tree.map(of_one, free)
-
-
-def _long(shape: tuple[int, ...] | None) -> list[int]:
-    """Return the lengths of the axes that are longer than 1."""
-    return [length for length in shape or () if length != 1]
-
-
-def _of_index(error: Exception) -> str:
-    """Return the remedy if an index is no whole number, as in a column of a DataFrame
-    with missing values."""
-    if "Indexer must have integer" not in str(error):
-        return ""
-    return "; convert the index by `.astype(int)` in `f`"
-
-
-def _shapes(tree: PyTree) -> tuple[Any, list]:
-    """Return the structure of a pytree, and the shape of each leaf that has one."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [getattr(leaf, "shape", None) for leaf in leaves]
+from .._common._checks import is_traced
+from ._arrays import as_floats, in_each_leaf
+from ._curve import broadcast, Curve, Data, wholly_missing
+from ._values import Values
 
 
 def with_x(
@@ -230,11 +82,8 @@ def errors_of_x(x: PyTree[Array], sigma_x: Any, sigma: Any) -> tuple[PyTree, PyT
     """Return x as floats and the standard deviation of each entry, if there are any."""
     if sigma_x is None:
         return x, None
-    if jax.tree.structure(sigma_x) == jax.tree.structure(0):
-        each = jax.tree.map(lambda _: sigma_x, x)
-    elif jax.tree.structure(sigma_x) == jax.tree.structure(x):
-        each = sigma_x
-    else:
+    each = in_each_leaf(sigma_x, x)
+    if jax.tree.structure(each) != jax.tree.structure(x):
         raise ValueError(
             "`sigma_x` must be one number, or have the structure of `x`, but "
             f"{sigma_x!r} was given."

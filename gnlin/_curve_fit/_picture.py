@@ -25,13 +25,14 @@ def plot(fit: "CurveFit", data: Data, ax: Any, confidence: float, num_points: in
             "`plot` draws one data set over one x that is real and has the shape of y: "
             "draw others by `fit.band(x)`."
         )
-    x = np.asarray(leaves[along[0]])
+    (which,) = along
+    x = np.asarray(leaves[which])
     kind = x.dtype if np.issubdtype(x.dtype, np.floating) else float
     fine = jnp.linspace(x.min(), x.max(), num_points, dtype=kind)
 
     def drawn(k, leaf):
         """Return the plotted x, or a leaf of x that is constant over the points."""
-        if k in along:
+        if k == which:
             return fine
         constant = jnp.shape(leaf) == y.shape
         return jnp.broadcast_to(leaf[0], fine.shape) if constant else leaf
@@ -47,17 +48,15 @@ def plot(fit: "CurveFit", data: Data, ax: Any, confidence: float, num_points: in
     sigma = np.asarray(data.sigma)
     if sigma.ndim == 2:  # the norms of a factor's rows are the standard deviations
         sigma = np.linalg.norm(sigma, axis=1)
-    bars = None
+    bars = bars_of_x = None
     is_of_y = isinstance(fit._setting.likelihood, TobitNLL | None)
     if is_of_y and (sigma.size > 1 or fit._setting.absolute_sigma):
         bars = np.broadcast_to(float(fit.scale) * sigma, y.shape)[counted]
-    bars_of_x = [
-        float(fit.scale) * np.asarray(jax.tree.leaves(data.sigma_x)[k])[counted]
-        for k in along
-        if data.sigma_x is not None
-    ]
+    if data.sigma_x is not None:
+        sigma_x = np.asarray(jax.tree.leaves(data.sigma_x)[which])
+        bars_of_x = float(fit.scale) * sigma_x[counted]
     style: Any = {"fmt": ".", "color": "black", "label": "data"}
-    ax.errorbar(x[counted], y[counted], bars, *bars_of_x, **style)
+    ax.errorbar(x[counted], y[counted], bars, bars_of_x, **style)
     ax.plot(fine, mean, color="C0", label="fit")
     label = f"{100 * confidence:g} % confidence"
     ax.fill_between(fine, low, high, color="C0", alpha=0.25, linewidth=0, label=label)

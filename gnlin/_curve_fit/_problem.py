@@ -1,13 +1,12 @@
 """A fit as a least-squares problem for a solver, and its bounds."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
 
-from .._common._checks import as_scalar
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 from .._linearisation._retraction import Retraction
@@ -19,21 +18,24 @@ from ._likelihood import is_likelihood, Likelihood
 
 
 class FitSettings(NamedTuple):
-    """The settings of a fit: everything but its data and its start."""
+    """The settings of a fit: everything but its data and its start.
+
+    - `max_steps`: an array, so that another number does not compile the fit again.
+    - `axes`: the axes of the fields of the data over data sets, if there are several.
+    """
 
     curve: Curve
     solver: AbstractGaussNewton
     loss: AbstractElementwiseLoss
-    max_steps: Any  # an integer; inside the compiled program, an array
+    max_steps: Int[Array | np.ndarray, ""]
     fixed: PyTree[Array]
     absolute_sigma: bool
-    many: bool  # whether there are several data sets
+    axes: Data | None = None
 
-    def with_arrays(self) -> "FitSettings":
-        """Return the settings for a compiled program, with `max_steps` as an array, so
-        that another number does not compile it again."""
-        most = min(self.max_steps, jnp.iinfo(jnp.int32).max)
-        return self._replace(max_steps=jnp.array(most))
+    @property
+    def many(self) -> bool:
+        """Whether there are several data sets."""
+        return self.axes is not None
 
     @property
     def likelihood(self) -> AbstractElementwiseLoss | None:
@@ -64,12 +66,6 @@ class FitSettings(NamedTuple):
         """Whether the factor of the covariance is estimated from the residuals. For a
         robust loss it depends on their distribution, even if sigma is absolute."""
         return not self.absolute_sigma or self.is_robust
-
-
-def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton:
-    """Return the solver with these bounds, and with its tolerance as an array, so that
-    looser refits run the same program."""
-    return dataclasses.replace(solver, bounds=bounds, rtol=as_scalar(solver.rtol))
 
 
 def flat_box(bounds: Any, y: PyTree[Array]) -> Box:

@@ -56,14 +56,11 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         width = np.where(is_inner, quantile * errors, np.nan)
         return of_all(best - width), of_all(best + width)
     box = flat_box(setting.solver.bounds, end.parameters)
-    unit_of_loss = float(end.bend * end.factor(setting))
+    unit_of_loss = float(end.bend * end.variance)
     # At a bound the loss has a slope. If the loss were linear, the end would be at this
     # distance times the quantile.
-    free_only = lambda y, pull: None if y is None else pull
-    is_none = lambda x: x is None
-    pulls = jax.tree.map(free_only, end.parameters, fit.multipliers, is_leaf=is_none)
     with np.errstate(divide="ignore", invalid="ignore"):
-        slopes = np.abs(np.asarray(_tree.ravel_pytree(pulls)[0]))
+        slopes = np.abs(np.asarray(end.multipliers))
         if_linear = 0.5 * quantile * unit_of_loss / slopes
 
     rtol: Any = as_scalar(max(setting.solver.rtol, _RTOL / fit.residuals.size**0.5))

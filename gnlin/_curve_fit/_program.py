@@ -28,19 +28,17 @@ def fitted(
     setting: FitSettings,
     data: Data,
     start: PyTree[Array],
-    axes: Data | None = None,
     has_starts: bool = False,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the fields of `CurveFit`.
 
-    - `axes`: the axes of the fields of `data` over data sets, if there are several.
     - `has_starts`: whether parameters have an axis over starts, after the one over data
         sets. The best start is chosen. The starts of one data set run one after the
         other, by the program of a single fit. Run together, they would need a program of
         their own, and each would take as long as the slowest.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
-    alone = axes is None and not inside
+    alone = not setting.many and not inside
     if alone and has_starts:
         number = len(jax.tree.leaves(start)[0])
         each = (jax.tree.map(lambda s, k=k: s[k], start) for k in range(number))
@@ -49,10 +47,12 @@ def fitted(
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start)
         data = data._replace(held=(none, start))
     program = _program(alone, alone and setting.curve.has_loops)
-    most = setting.max_steps
-    num_rows = 0 if axes is not None or has_starts else most if inside else rows_for(most)
+    most = int(setting.max_steps)
+    num_rows = most if inside else rows_for(most)
+    if setting.many or has_starts:
+        num_rows = 0
     try:
-        return program(setting.with_arrays(), data, start, axes, has_starts, num_rows)
+        return program(setting, data, start, has_starts, num_rows)
     except eqx.EquinoxRuntimeError as error:
         error.add_note(
             "`f` raised this at parameters that the fit tried. Let it return numbers "
@@ -89,7 +89,6 @@ def _all_fitted(
     setting: FitSettings,
     data: Data,
     start: PyTree[Array],
-    axes: Data | None,
     has_starts: bool,
     num_rows: int,
 ) -> tuple[Fitted, dict[str, Any]]:
@@ -103,7 +102,8 @@ def _all_fitted(
         return end, found | {"losses": jnp.sort(losses)}
 
     fit = of_starts if has_starts else of_start
-    fit = fit if axes is None else jax.vmap(fit, in_axes=(axes, 0))
+    if setting.many:
+        fit = jax.vmap(fit, in_axes=(setting.axes, 0))
     return fit(data, start)
 
 
@@ -128,8 +128,8 @@ def _fitted(
         concave = _tree.matmul(jacobian.T, here.concave[:, None] * jacobian)
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
-    totals, known = here.totals, (parameters, start, here.outputs, jacobian)
-    is_seen = seen(setting, outputs_at, *known, totals)
+    totals = here.totals
+    is_seen = seen(setting, outputs_at, parameters, start, here.outputs, jacobian, totals)
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))

@@ -1,6 +1,6 @@
 """The report that a fit prints."""
 
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -52,8 +52,8 @@ def report(fit: "CurveFit") -> str:
         shown = ", ".join(map(str, outliers[:_MOST_OUTLIERS]))
         more = ", ..." if outliers.size > _MOST_OUTLIERS else ""
         lines += ["", f"{outliers.size} outliers, at points {shown}{more}"]
-    losses = np.full(1, np.nan) if fit.losses is None else np.asarray(fit.losses)
-    if np.isfinite(losses[0]):
+    if fit.losses is not None and np.isfinite(fit.losses[0]):
+        losses = np.asarray(fit.losses)
         same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
         lines += [
             "",
@@ -95,9 +95,7 @@ def _how_well(fit: "CurveFit") -> list[str]:
 
 
 def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
-    def flat(tree: Any) -> np.ndarray:
-        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
-
+    flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
     columns = (
         names_of(fit.parameters),
         flat(fit.parameters),

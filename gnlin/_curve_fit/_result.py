@@ -10,31 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, PyTree
 
-from .._common._checks import (
-    check_callable,
-    check_fraction,
-    explains_itself,
-    first_line,
-    is_traced,
-)
-from .._common._tree import ravel_pytree
-from .._linear_algebra._covariance import Covariance
-from .._linearisation._linearisation import linearise
+from .._common._checks import check_callable, check_fraction, is_traced
 from .._training._solution import History
-from ..losses import TobitNLL
-from ..losses._robust import AbstractRobust
 from ..spectra import Estimate
 from ._arrays import as_x
-from ._curve import broadcast, Curve, Data, flat, unflattened
+from ._curve import Curve, Data
 from ._ending import are_determined, complaint, reason
-from ._inputs import surely
-from ._likelihood import is_known, runs_test, signs_of
-from ._problem import FitSettings, Posed
+from ._problem import FitSettings
 from ._profiles import profiles
+from ._propagation import Band, band, derived
 from ._report import names_of, report
+from ._residuals import outliers, runs_test, signs_along_x
 from ._statistics import Fitted
+from ._undetermined import described
 
 
 class Interval(NamedTuple):
@@ -42,14 +32,6 @@ class Interval(NamedTuple):
 
     low: PyTree
     high: PyTree
-
-
-class Band(NamedTuple):
-    """A curve, and the ends of its confidence interval at each point."""
-
-    mean: Float[Array, " n"]
-    low: Float[Array, " n"]
-    high: Float[Array, " n"]
 
 
 class CurveFit(eqx.Module):
@@ -143,9 +125,7 @@ class CurveFit(eqx.Module):
         vars(self).update(state)
         curve, setting, data = self._curve, self._setting, self._data
         if data is not None:
-            one = (lambda p: p[0]) if setting.many else (lambda p: p)
-            free = jax.tree.map(one, self._free)
-            curve = curve.on(free, setting.fixed, data.x)
+            curve = curve.on(self._start, setting.fixed, data.x)
         vars(self)["_setting"] = setting._replace(curve=curve)
 
     @property
@@ -175,23 +155,8 @@ class CurveFit(eqx.Module):
         """Describe the directions in which the parameters do not change the curve."""
         self._check_is_one("undetermined")
         self._check_is_known("undetermined", self.chi_squared)
-        found = []
-        names = self.names
-        starts, ends = (np.abs(ravel_pytree(p)[0]) for p in (self._start, self._free))
-        steps, units = _sizes(starts), _sizes(np.maximum(starts, ends))
-        for direction in np.asarray(self._end.covariance.directions):
-            sizes = np.abs(direction / units)
-            most = np.argmax(sizes)
-            if not sizes[most] > 0:
-                continue
-            # The parameter that moves most moves by 1, or by the size of its start.
-            moves = direction / direction[most] * steps[most]
-            moving = np.flatnonzero(sizes > 1e-6 * sizes[most])
-            shown = np.sort(moving[np.argsort(-sizes[moving], kind="stable")[:_MOST]])
-            parts = [f"{names[k]} by {moves[k]:.3g}" for k in shown]
-            parts += ["others by less"] * (len(moving) > len(shown))
-            found.append(" and ".join(parts))
-        return found
+        directions = np.asarray(self._end.covariance.directions)
+        return described(directions, self.names, self._start, self._free)
 
     def band(self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None) -> Band:
         """Return the curve at any x with its confidence interval, by linear propagation
@@ -217,22 +182,7 @@ class CurveFit(eqx.Module):
             other = ", or pass `sigma` and `absolute_sigma=True` to `curve_fit`"
             other *= not self._setting.is_robust
             self._check_is_known("band", self.degrees_of_freedom, other)
-        x = as_x(x)
-        fixed = self._setting.fixed
-        curve = self._curve.on(self._free, fixed, x)
-        known = self._end.covariance, self._end.factor(self._setting)
-        mean, variance = _curve_and_errors(curve, self._free, fixed, x, *known)
-        like = curve.shapes(self._free, fixed, x)
-        if sigma is not None:
-            if not isinstance(self._setting.likelihood, TobitNLL | None):
-                raise ValueError(
-                    "`sigma` of a band is for normal noise: leave it out, and take the "
-                    "spread of a new value from its distribution."
-                )
-            variance += (self.scale * _deviations(sigma, like)) ** 2
-        width = self._quantile(confidence) * jnp.sqrt(variance)
-        ends = mean, mean - width, mean + width
-        return Band(*(unflattened(end, like) for end in ends))
+        return band(self, as_x(x), self._quantile(confidence), sigma)
 
     def derived(self, fn: Callable[[PyTree], PyTree]) -> Estimate:
         """Return a function of the parameters with its standard error, by linear
@@ -261,21 +211,7 @@ class CurveFit(eqx.Module):
         """
         check_callable("fn", fn, "a function of the parameters", "lambda p: p['a'] ** 2")
         self._check_is_one("derived")
-        fixed, known = self._setting.fixed, self._end.covariance
-
-        def value(free: PyTree) -> PyTree:
-            try:
-                return fn(eqx.combine(free, fixed))
-            except Exception as error:
-                if explains_itself(error):
-                    raise
-                raise ValueError(f"`fn` failed: {first_line(error)}.") from error
-
-        lin = linearise(lambda free, _: flat(value(free)), self._free)
-        variances = known.variances(lin.matrix(), self._end.factor(self._setting))
-        like = jax.eval_shape(value, self._free)
-        both = lin.outputs, jnp.sqrt(variances)
-        return Estimate(*(unflattened(part, like) for part in both))
+        return derived(self, fn)
 
     def confidence_intervals(self, confidence: float = 0.95) -> Interval:
         r"""Return the confidence intervals of the profile likelihood. The refits run the
@@ -343,19 +279,9 @@ class CurveFit(eqx.Module):
         """Return the indices of outliers; with several data sets, rows `(set, point)`. At
         an outlier a robust loss pulls less than a third as much as squared error, and the
         residual exceeds three standard deviations of the noise."""
-        if not isinstance(self._setting.loss, AbstractRobust):
+        if not self._setting.is_robust:
             return np.zeros(0, int)
-        pulls, sizes = np.abs(self._pulls()), np.abs(np.asarray(self.residuals))
-        far = sizes > _OUTLYING * np.asarray(self._end.noise)[..., None]
-        found = np.argwhere(far & (pulls < sizes / 3))
-        return found if self._setting.many else found[:, 0]
-
-    def _pulls(self) -> np.ndarray:
-        """Return the derivative of a robust loss by each residual, in units of sigma."""
-        data, residuals = self._at_hand("outliers"), np.asarray(self.residuals)
-        unit = np.asarray(1.0 if data.spread is None else data.spread)[..., None]
-        slope = self._setting.loss.derivative  # type: ignore[attr-defined]
-        return unit * np.asarray(slope(jnp.asarray(residuals / unit), jnp.zeros(())))
+        return outliers(self, self._at_hand("outliers"))
 
     def runs_test(self) -> float:
         """Return the p-value of Wald and Wolfowitz's test of the residuals' signs.
@@ -377,24 +303,7 @@ class CurveFit(eqx.Module):
             Stat. 5 (1996).
         """
         self._check_is_one("runs_test")
-        data, setting = self._at_hand("runs_test"), self._setting
-        signs, leaves = np.sign(np.asarray(self.residuals)), jax.tree.leaves(data.x)
-        order = np.arange(signs.size)
-        if len(leaves) == 1 and leaves[0].shape == signs.shape:
-            order = np.argsort(np.asarray(leaves[0]), kind="stable")
-        loss = setting.likelihood
-        if loss is not None:
-            if not is_known(loss):
-                raise ValueError(
-                    "`runs_test` needs the distribution of y: define `cdf` of "
-                    f"`{type(loss).__name__}`, or look at `fit.residuals`."
-                )
-            posed, uniform = Posed.of(setting, data), np.zeros(signs.size)
-            uniform[order] = np.random.default_rng(0).uniform(size=signs.size)
-            outputs = posed.outputs(posed.variables(self._free))
-            f, y = map(np.asarray, (outputs, posed.target))
-            signs = np.asarray(data.counted) * signs_of(loss, f, y, uniform)
-        return runs_test(signs[order])
+        return runs_test(signs_along_x(self, self._at_hand("runs_test")))
 
     def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
         """Plot the data with their errors, the curve, and its confidence band.
@@ -431,46 +340,9 @@ def as_curve_fit(
         )
         free = jax.tree.map(nan, end.parameters)
         found |= {"parameters": eqx.combine(free, found["parameters"])}
-    private = {"_curve": curve, "_start": start, "_setting": setting}
-    fit = CurveFit(**found, **private, _data=data, _end=end)
-    complaint = fit.complaint()
-    if complaint:
-        warnings.warn(complaint, stacklevel=3)
+    fit = CurveFit(
+        **found, _curve=curve, _start=start, _setting=setting, _data=data, _end=end
+    )
+    if said := fit.complaint():
+        warnings.warn(said, stacklevel=3)
     return fit
-
-
-def _sizes(values: np.ndarray) -> np.ndarray:
-    """Return powers of ten below the values; 1 for 0 and values of an ordinary size."""
-    is_ordinary = (values == 0) | ((values > 1e-3) & (values < 1e3))
-    return 10 ** np.floor(np.log10(np.where(is_ordinary, 1, values)))
-
-
-# The most parameters that the description of a direction names.
-_MOST = 4
-# The least residual of an outlier, in standard deviations of the noise.
-_OUTLYING = 3
-
-
-def _deviations(sigma: Any, like: PyTree) -> Float[Array, " m"]:
-    """Return the standard deviation of each number of a flattened curve."""
-    sigma = np.asarray(sigma) if isinstance(sigma, list) else sigma
-    is_one = jax.tree.structure(sigma) == jax.tree.structure(0)
-    each = jax.tree.map(lambda _: sigma, like) if is_one else sigma
-    of_leaf = lambda x, s: broadcast(jnp.asarray(s, jnp.finfo(x.dtype).dtype), x)
-    try:
-        found = flat(jax.tree.map(of_leaf, like, each))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            "`sigma` of a band must be one number, or have the structure and the shapes "
-            f"of the curve, {jax.tree.map(jnp.shape, like)}."
-        ) from error
-    if surely(~jnp.all(found >= 0)):
-        raise ValueError("`sigma` of a band must not be negative or NaN.")
-    return found
-
-
-@eqx.filter_jit
-def _curve_and_errors(curve, free, fixed, x, errors: Covariance, variance: Scalar):
-    """Return the curve and its variance, given the residuals' variance."""
-    lin = linearise(lambda p, _: curve(p, fixed, x), free)
-    return lin.outputs, errors.variances(lin.matrix(), variance)

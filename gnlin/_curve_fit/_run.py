@@ -24,17 +24,15 @@ class Run(NamedTuple):
     num_steps: Int[Array, ""]
 
 
-def _of_variables(bounds: Any) -> Any:
-    """Return the bounds of all variables. There are no bounds on x."""
-    return None if bounds is None else tuple({"curve": b} for b in bounds)
-
-
 def _for_variables(solver: AbstractGaussNewton) -> AbstractGaussNewton:
-    """Return the solver of the parameters for all variables. Steps of x are added."""
-    curved = solver.retraction
-    retraction = None if curved is None else {"curve": curved, "x": None}
-    bounds = _of_variables(solver.bounds)
-    return dataclasses.replace(solver, bounds=bounds, retraction=retraction)
+    """Return the solver of the parameters for all variables. Steps of x are added, and
+    have no bounds."""
+    bounds, curved = solver.bounds, solver.retraction
+    if bounds is not None:
+        bounds = tuple({"curve": bound} for bound in bounds)
+    if curved is not None:
+        curved = {"curve": curved, "x": None}
+    return dataclasses.replace(solver, bounds=bounds, retraction=curved)
 
 
 def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int) -> Run:
@@ -70,15 +68,15 @@ def _minimum(inputs: Any) -> tuple[PyTree[Array], tuple]:
 def _stationary(variables: PyTree[Array], _: Any, inputs: Any) -> PyTree[Array]:
     """Return a value that is zero at the minimum, with an invertible derivative there."""
     setting, data, *_ = inputs
-    solver, posed = setting.solver, Posed.of(setting, data)
-    if solver.retraction is not None:
+    posed = Posed.of(setting, data)
+    if setting.solver.retraction is not None:
         raise ValueError(
             "`gnlin.curve_fit` has no derivatives with a `retraction`: use "
             "`optimistix.least_squares(..., adjoint=gnlin.methods.ImplicitAdjoint())`."
         )
     lin = linearise(posed.outputs, variables)
     slope = lin.vjp(posed.loss.derivative(lin.outputs, posed.target))
-    return held_at_bounds(slope, _of_variables(solver.bounds), variables)
+    return held_at_bounds(slope, _for_variables(setting.solver).bounds, variables)
 
 
 # Remove a type checker's wrapper, because optimistix requires plain functions.

@@ -25,7 +25,8 @@ class Fitted(NamedTuple):
 
     - `parameters`: the free parameters.
     - `at_bound`: -1 if a parameter is held at its lower bound, 1 at its upper, else 0.
-    - `variance`: the estimated factor of the covariance.
+    - `multipliers`: the derivative of the loss by parameters at a bound, else 0.
+    - `variance`: the factor of the covariance, estimated or 1.
     - `bend`: the mean second derivative of the loss, which is 1 for squared error.
     - `noise`: the estimated standard deviation of the residuals, in units of sigma.
     - `nonfinite`: where the curve or its derivative is not finite.
@@ -35,6 +36,7 @@ class Fitted(NamedTuple):
     parameters: PyTree[Array]
     loss: Scalar
     at_bound: Int[Array, " k"]
+    multipliers: Float[Array, " k"]
     covariance: Covariance
     num_points: Scalar
     variance: Scalar
@@ -42,10 +44,6 @@ class Fitted(NamedTuple):
     noise: Scalar
     nonfinite: NonFinite
     edge: int | Int[Array, ""] = -1
-
-    def factor(self, setting: FitSettings) -> Scalar:
-        """Return the factor of the covariance."""
-        return self.variance if setting.is_estimated else jnp.ones_like(self.variance)
 
 
 def as_fitted(
@@ -101,19 +99,23 @@ def as_fitted(
     elif setting.is_robust:
         variance = _robust_variance(totals, num_free)
         bend, noise = totals.slopes / number, totals.noise / number
+    variance = jnp.where(dof > 0, variance, jnp.inf)
+    if not setting.is_estimated:
+        variance = jnp.ones_like(number)
     end = Fitted(
         parameters,
         loss,
         at_bound=jnp.where(held, jnp.where(y >= box.upper, 1, -1), 0),
+        multipliers=jnp.where(held, pull, 0),
         covariance=known,
         num_points=number,
-        variance=jnp.where(dof > 0, variance, jnp.inf),
+        variance=variance,
         bend=bend,
         noise=jnp.where(dof > 0, noise, jnp.inf),
         nonfinite=nonfinite,
     )
     is_extreme = known.extreme[:, None] | known.extreme[None]
-    matrix = jnp.where(is_extreme, jnp.nan, known.matrix(end.factor(setting)))
+    matrix = jnp.where(is_extreme, jnp.nan, known.matrix(variance))
     errors = jnp.where(held, jnp.nan, jnp.sqrt(jnp.diagonal(matrix)))
     outer = errors[:, None] * errors[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
@@ -132,7 +134,7 @@ def as_fitted(
         "degrees_of_freedom": dof,
         "scale": jnp.ones_like(noise) if setting.absolute_sigma else end.noise,
         "at_bound": jax.tree.map(lambda x: x.astype(int), in_structure(end.at_bound)),
-        "multipliers": in_structure(jnp.where(held, pull, 0)),
+        "multipliers": in_structure(end.multipliers),
         "aic": misfit + 2 * num_free,
         "bic": misfit + jnp.log(number) * num_free,
     }

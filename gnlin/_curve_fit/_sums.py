@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
+from ._arrays import in_each_leaf
 from ._by_passes import Expansion
 from ._curve import broadcast, Data, flat, unflattened, wholly_missing
 from ._parts import Part
@@ -16,11 +18,14 @@ from ._statistics import Misfit
 from ._undetermined import Totals
 
 
+# Kinds of faults of a point: a missing x or y, an infinite y, a `sigma` that is not
+# positive, and a curve or only a derivative that is not finite.
+MISSING, INFINITE, SIGMA, CURVE, DERIVATIVE = range(5)
+
+
 class Faults(NamedTuple):
     """For each kind of fault, the number of points that have it, and the first of them by
-    its part and its place in the part. The faults are a missing x or y, an infinite y, a
-    `sigma` that is not positive, a curve that is not finite, and a derivative that is not
-    finite."""
+    its part and its place in the part."""
 
     number: Int[Array, " 5"]
     part: Int[Array, " 5"]
@@ -80,15 +85,12 @@ def added(
     - `unweighted`: whether to leave the weights of a robust loss out of the triangle, as
         standard errors require, and to estimate the noise.
     """
-    leaves, structure = jax.tree.flatten((part.x, part.y, part.sigma))
-    blocks = [leaf for leaf in leaves if jnp.ndim(leaf) > 0]
+    is_in_blocks = lambda leaf: jnp.ndim(leaf) > 0
+    blocks, others = eqx.partition((part.x, part.y, part.sigma), is_in_blocks)
 
-    def step(sums_and_start, blocks):
+    def step(sums_and_start, block):
         sums, start = sums_and_start
-        blocks = iter(blocks)
-        x, y, sigma = structure.unflatten(
-            [next(blocks) if jnp.ndim(leaf) > 0 else leaf for leaf in leaves]
-        )
+        x, y, sigma = eqx.combine(block, others)
         data, flags = _data(x, y, sigma, part.num_points - start)
         rows, loss, totals, not_finite = _of_block(setting, free, data, y, unweighted)
         is_own = jnp.arange(flags[0].size) < part.num_points - start
@@ -122,9 +124,8 @@ def _data(
     values, size = flat(y), len(jax.tree.leaves(y)[0])
     errors = jnp.ones((), values.dtype)
     if sigma is not None:
-        if jax.tree.structure(sigma) == jax.tree.structure(0):
-            sigma = jax.tree.map(lambda _: sigma, y)
-        errors = flat(jax.tree.map(broadcast, sigma, y)).astype(values.dtype)
+        each = jax.tree.map(broadcast, in_each_leaf(sigma, y), y)
+        errors = flat(each).astype(values.dtype)
     values = jnp.where(jnp.isinf(errors), 0, values)  # left out, whatever its y
     # Integers and booleans are never missing.
     is_unknown = _any_of([v != v for v in jax.tree.leaves(x)], size)

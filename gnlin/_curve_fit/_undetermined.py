@@ -1,10 +1,11 @@
-"""Whether each parameter affects the curve."""
+"""Parameters that the data do not determine."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
@@ -17,6 +18,8 @@ from ._problem import FitSettings, flat_box
 UNMOVED = 1e-6
 # Only parameters whose standard error exceeds this part of their value are tested.
 _ASKED = 0.1
+# The most parameters that the description of a direction names.
+_MOST = 4
 
 
 class Doubts(NamedTuple):
@@ -93,9 +96,9 @@ def seen(
 ) -> Bool[Array, " k"]:
     """Whether each parameter affects the curve. The curve is evaluated only where the
     linearisation does not tell."""
-    everything = parameters, start, outputs, jacobian, totals, setting.solver.bounds
-    everything = jax.lax.stop_gradient(everything)
-    parameters, start, outputs, jacobian, totals, bounds = everything
+    parameters, start, outputs, jacobian, totals, bounds = jax.lax.stop_gradient(
+        (parameters, start, outputs, jacobian, totals, setting.solver.bounds)
+    )
     if setting.solver.retraction is not None:  # Entries do not tell how large a turn is.
         start = _tree.zeros_like(start)
     found = doubts(parameters, start, jacobian, totals)
@@ -114,3 +117,31 @@ def seen(
     nowhere = jnp.zeros(y.size, bool)
     stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
     return ~found.is_rounding & ~(found.asked & stay)
+
+
+def described(
+    directions: np.ndarray, names: tuple[str, ...], start: PyTree, end: PyTree
+) -> list[str]:
+    """Describe directions of the parameters, as in "a by 1 and b by -2". The parameter
+    that moves most moves by 1, or by the size of its start."""
+    starts, ends = (np.abs(ravel_pytree(p)[0]) for p in (start, end))
+    steps, units = _sizes(starts), _sizes(np.maximum(starts, ends))
+    found = []
+    for direction in directions:
+        sizes = np.abs(direction / units)
+        most = np.argmax(sizes)
+        if not sizes[most] > 0:
+            continue
+        moves = direction / direction[most] * steps[most]
+        moving = np.flatnonzero(sizes > 1e-6 * sizes[most])
+        shown = np.sort(moving[np.argsort(-sizes[moving], kind="stable")[:_MOST]])
+        parts = [f"{names[k]} by {moves[k]:.3g}" for k in shown]
+        parts += ["others by less"] * (len(moving) > len(shown))
+        found.append(" and ".join(parts))
+    return found
+
+
+def _sizes(values: np.ndarray) -> np.ndarray:
+    """Return powers of ten below the values; 1 for 0 and values of an ordinary size."""
+    is_ordinary = (values == 0) | ((values > 1e-3) & (values < 1e3))
+    return 10 ** np.floor(np.log10(np.where(is_ordinary, 1, values)))

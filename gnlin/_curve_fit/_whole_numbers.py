@@ -17,9 +17,7 @@ from .._common._cost import inner_jaxprs
 # Operations that need whole numbers, although they accept floats when traced.
 _OF_WHOLE = {"random_seed", "random_wrap", "random_fold_in", "bitcast_convert_type"}
 
-
-Dtypes = tuple[Any, ...]
-"""The dtypes of the leaves of x."""
+Dtypes = tuple[Any, ...]  # of the leaves of x
 
 
 def whole_numbers(x: PyTree) -> tuple[int, ...]:

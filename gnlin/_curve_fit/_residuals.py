@@ -1,0 +1,101 @@
+"""What the residuals tell: outliers, and whether neighbours deviate alike."""
+
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..losses import AbstractElementwiseLoss
+from ..losses._robust import AbstractRobust
+from ._curve import Data
+from ._likelihood import is_known
+from ._problem import Posed
+
+
+if TYPE_CHECKING:
+    from ._result import CurveFit
+
+# The least residual of an outlier, in standard deviations of the noise.
+_OUTLYING = 3
+
+
+def outliers(fit: "CurveFit", data: Data) -> np.ndarray:
+    """Return the indices of outliers of a robust loss."""
+    sizes = np.abs(np.asarray(fit.residuals))
+    far = sizes > _OUTLYING * np.asarray(fit._end.noise)[..., None]
+    found = np.argwhere(far & (np.abs(_pulls(fit, data)) < sizes / 3))
+    return found if fit._setting.many else found[:, 0]
+
+
+def num_ignored(fit: "CurveFit") -> np.ndarray:
+    """Return the number of points of each data set that have no weight in a robust loss,
+    although the curve misses them; 0 if the data were read in parts."""
+    if not fit._setting.is_robust or fit._data is None:
+        return np.zeros(np.shape(fit._end.loss), int)
+    missed = np.asarray(fit.residuals) != 0
+    return np.asarray(np.sum(missed & (_pulls(fit, fit._data) == 0), axis=-1))
+
+
+def _pulls(fit: "CurveFit", data: Data) -> np.ndarray:
+    """Return the derivative of a robust loss by each residual, in units of sigma."""
+    loss, residuals = fit._setting.loss, np.asarray(fit.residuals)
+    assert isinstance(loss, AbstractRobust)
+    unit = np.asarray(1.0 if data.spread is None else data.spread)[..., None]
+    scaled = jnp.asarray(residuals / unit)
+    return unit * np.asarray(loss.derivative(scaled, jnp.zeros(())))
+
+
+def signs_along_x(fit: "CurveFit", data: Data) -> np.ndarray:
+    """Return the signs of the residuals, which are sorted by x if x is one vector."""
+    signs, leaves = np.sign(np.asarray(fit.residuals)), jax.tree.leaves(data.x)
+    order = np.arange(signs.size)
+    if len(leaves) == 1 and leaves[0].shape == signs.shape:
+        order = np.argsort(np.asarray(leaves[0]), kind="stable")
+    loss = fit._setting.likelihood
+    if loss is not None:
+        if not is_known(loss):
+            raise ValueError(
+                "`runs_test` needs the distribution of y: define `cdf` of "
+                f"`{type(loss).__name__}`, or look at `fit.residuals`."
+            )
+        posed, uniform = Posed.of(fit._setting, data), np.zeros(signs.size)
+        uniform[order] = np.random.default_rng(0).uniform(size=signs.size)
+        outputs = posed.outputs(posed.variables(fit._end.parameters))
+        f, y = map(np.asarray, (outputs, posed.target))
+        signs = np.asarray(data.counted) * signs_of(loss, f, y, uniform)
+    return signs[order]
+
+
+def runs_test(signs: np.ndarray) -> float:
+    """Return the two-sided p-value for the number of runs of equal signs, by the normal
+    approximation with a correction for continuity.
+
+    ??? cite "Reference"
+
+        A. Wald and J. Wolfowitz, *On a test whether two samples are from the same
+        population*, Ann. Math. Statist. 11 (1940).
+    """
+    signs = signs[signs != 0]
+    above, below = int(np.sum(signs > 0)), int(np.sum(signs < 0))
+    number = above + below
+    if above == 0 or below == 0 or number < 3:
+        return math.nan
+    runs = 1 + int(np.sum(signs[1:] != signs[:-1]))
+    mean = 1 + 2 * above * below / number
+    variance = (mean - 1) * (mean - 2) / (number - 1)
+    far = max(abs(runs - mean) - 0.5, 0) / math.sqrt(variance)
+    return math.erfc(far / math.sqrt(2))
+
+
+def signs_of(
+    loss: AbstractElementwiseLoss, f: np.ndarray, y: np.ndarray, uniform: np.ndarray
+) -> np.ndarray:
+    """Return the signs of randomised quantile residuals, which are random under the true
+    model also for small counts and censored values (Dunn and Smyth, 1996).
+
+    - `uniform`: random numbers between 0 and 1.
+    """
+    low, high = loss.cdf(f, y)
+    return np.sign(low + (high - low) * uniform - 0.5)
