@@ -30,7 +30,7 @@ from ._training._ending import (
     why_it_failed,
 )
 from ._training._full_batch import Most, run
-from ._training._group_network import GroupNetwork
+from ._training._group_network import GroupNetwork, of_groups
 from ._training._messages import result_name, WELL
 from ._training._model import in_single, make_network, Network
 from ._training._prior import Prior
@@ -38,7 +38,6 @@ from ._training._residuals import (
     as_groups,
     Groups,
     GroupsByName,
-    of_groups,
     refuse_for_groups,
     Residuals,
     where_not_finite,

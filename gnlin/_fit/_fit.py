@@ -22,10 +22,10 @@ from .._solver import (
 )
 from .._training._data import as_tuple
 from .._training._divergence import check_divergence
-from .._training._group_network import GroupNetwork
+from .._training._group_network import GroupNetwork, of_groups
 from .._training._model import in_single, make_network, Network
 from .._training._prior import Prior
-from .._training._residuals import as_groups, of_groups, refuse_for_groups
+from .._training._residuals import as_groups, refuse_for_groups
 from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, StepSettings
 from ..callbacks import Callback, Progress

@@ -23,10 +23,10 @@ from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective, GroupLosses
 from .._linearisation._retraction import flaw_of, Retraction
 from .._training._data import as_batch
-from .._training._group_network import GroupNetwork
+from .._training._group_network import GroupNetwork, of_groups
 from .._training._model import Frozen, make_network, Network, with_fixed_state
 from .._training._prior import Prior
-from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
+from .._training._residuals import as_groups, Groups, GroupsByName, Residuals
 from .._training._solution import model_and_spec, Solution
 from .._training._step import StepSettings
 from ..losses import AbstractLoss, SquaredError
