@@ -14,8 +14,7 @@ from .._common._identity import as_numpy
 from .._training._ending import (
     after_batches,
     explains_little,
-    group_not_finite,
-    group_without_derivative,
+    group_at_fault,
     in_words,
     of_statistics,
     why_it_failed,
@@ -166,29 +165,23 @@ class Run(AbstractRun):
         try:
             if self._saver is not None:
                 self._saver.begin()
-        except BaseException:
+            try:
+                with suppress(_Stopped):
+                    self._train(first=self.step)
+                self._judge()
+                self._save()
+                if self._validation is not None and np.isnan(self.row["validation_loss"]):
+                    self._validate()
+            except KeyboardInterrupt:
+                self._rows.cut(self.step)
+                self._save()
+                self._reason = f"step {self.step}: interrupted"
+                self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
+            except BaseException:
+                self._save()
+                raise
+        finally:
             self._tell("on_end")
-            raise
-        try:
-            with suppress(_Stopped):
-                self._train(first=self.step)
-            doubt = after_batches(self._setting, self.history, made_all=not self._reason)
-            self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
-            if not self.complaint:
-                self.complaint = of_statistics(self.model, self.model_state)
-            self._save()
-            if self._validation is not None and np.isnan(self.row["validation_loss"]):
-                self._validate()
-        except KeyboardInterrupt:
-            self._rows.cut(self.step)
-            self._save()
-            self._reason = f"step {self.step}: interrupted"
-            self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
-        except BaseException:
-            self._save()
-            self._tell("on_end")
-            raise
-        self._tell("on_end")
 
     def _train(self, first: int) -> None:
         if self._reason:  # The run had ended before it was resumed.
@@ -280,12 +273,11 @@ class Run(AbstractRun):
 
     def _go_on(self) -> None:
         self._settle()
+        is_due = self._saver is not None and self._saver.is_due(self.step)
+        if is_due and not self._reason:
+            self._save()  # A callback may stop the run when told of the checkpoint.
         if self._reason:
             raise _Stopped
-        if self._saver is not None and self._saver.is_due(self.step):
-            self._save()
-            if self._reason:  # A callback stopped the run when told of the checkpoint.
-                raise _Stopped
 
     def _fail(self) -> None:
         setting, carry, at_fault = self._setting, self._carry(), ""
@@ -293,23 +285,30 @@ class Run(AbstractRun):
         if self.result == optx.RESULTS.nonfinite:
             model = carry.parameters, carry.model_state
             check = lambda batch: checked_outputs(setting, *model, batch)
-            at_fault = self._stream.at_fault(check) or group_not_finite(self.row)
-            given = carry, self._stream.example, self.step
-            at_fault = at_fault or group_without_derivative(setting, *given)
+            at_fault = self._stream.at_fault(check) or group_at_fault(
+                setting, carry, self._stream.example, self.step, self.row
+            )
         why = why_it_failed(setting, carry, self.step)
         self._reason = in_words(result_name(self.result), self.step, why)
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
 
+    def _judge(self) -> None:
+        """Add doubts about the run to its complaint."""
+        doubt = after_batches(self._setting, self.history, made_all=not self._reason)
+        self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
+        if not self.complaint:
+            self.complaint = of_statistics(self.model, self.model_state)
+
     def _doubt(self) -> str:
         """Return a sentence if the model explains little of the targets, or "". A run on
         batches is judged by its best epoch, if it was not short."""
         setting, stream, carry = self._setting, self._stream, self._carry()
         failed = result_name(self.result) in ("nonfinite", "nonlinear_divergence")
-        if failed or setting.prior is not None or not isinstance(stream, ArrayStream):
+        if failed or not isinstance(stream, ArrayStream):
             return ""
-        given = "fit", setting.loss, stream.example
+        given = "fit", setting, stream.example
         if not setting.streaming:
             if not carry.solver_state.is_over:
                 return ""
