@@ -19,7 +19,7 @@ from .._common._checks import check_count, first_line, is_own
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
 from .._linearisation._objective import GroupLosses
-from ._model import Frozen, in_single, partition
+from ._model import checked, Frozen, partition
 
 
 if TYPE_CHECKING:
@@ -165,13 +165,7 @@ def _residuals(
             f"The function of the group {name!r} uses dropout, which needs a key, and "
             "groups have none: call `equinox.nn.inference_mode(model)` in it."
         ) from error
-    leaves = jax.tree.leaves(residuals)
-    if not leaves or not all(map(eqx.is_array_like, leaves)):
-        raise ValueError(
-            f"The function of the group {name!r} must return arrays, but returned "
-            f"{residuals!r}."
-        )
-    return in_single(residuals)
+    return checked(residuals, f"The function of the group {name!r} must return arrays")
 
 
 _ONE_EXAMPLE = "one example, without the data's leading axis"

@@ -165,10 +165,10 @@ def _warn_of_whole_numbers(trained: PyTree) -> None:
         is_number = not isinstance(leaf, bool) and eqx.is_array_like(leaf)
         whole = is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.signedinteger)
         if plain and whole:
-            is_one = jnp.ndim(leaf) == 0
-            holds = "is a whole number" if is_one else "holds whole numbers"
+            holds = "holds whole numbers"
             how = "convert it by `.astype(float)`, or pass indices with the data"
-            how = "write it with a point, as 1.0 for 1" if is_one else how
+            if jnp.ndim(leaf) == 0:
+                holds, how = "is a whole number", "write it with a point, as 1.0 for 1"
             warnings.warn(
                 f"The parameter {path[-1].key!r} {holds}, and is not trained; to train "
                 f"it, {how}.",
@@ -234,14 +234,14 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
         ) from error
 
 
-def _checked(outputs: Any) -> PyTree[Array]:
-    """Return outputs in at least single precision, in which the loss is computed."""
+def checked(
+    outputs: Any, must: str = "The model must return an array, or a pytree of arrays"
+) -> PyTree[Array]:
+    """Return outputs in at least single precision, in which the loss is computed; raise
+    `ValueError` unless they are arrays."""
     leaves = jax.tree.leaves(outputs)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
-        raise ValueError(
-            "The model must return an array, or a pytree of arrays, but returned "
-            f"{outputs!r}."
-        )
+        raise ValueError(f"{must}, but returned {outputs!r}.")
     return in_single(outputs)
 
 
@@ -343,22 +343,21 @@ def make_network(
     return parameters, Network(frozen, takes_key, has_state, axis_name, part_size)
 
 
-def with_fixed_state(model: PyTree, state: PyTree) -> PyTree:
-    """Return a model in inference mode as a pair `(fn, parameters)` that has no state;
-    without a state, return the model itself."""
-    if state is None:
-        return model
-    return eqx.Partial(_in_inference, in_single(state)), model
+def in_inference(model: PyTree, state: PyTree) -> PyTree:
+    """Return a model in inference mode; if it has a state, as a pair `(fn, parameters)`
+    that has none."""
+    model = eqx.nn.inference_mode(model)
+    return model if state is None else (eqx.Partial(_with_state, in_single(state)), model)
 
 
-def _in_inference(state: PyTree, model: PyTree, x: PyTree) -> PyTree[Array]:
+def _with_state(state: PyTree, model: PyTree, x: PyTree) -> PyTree[Array]:
     return model(x, state, **({"key": None} if _takes_key(model) else {}))[0]
 
 
 def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
     x, key = example
     model = network.frozen.in_training(parameters)
-    return _checked(_called(model, in_single(x), **network.keywords(key)))
+    return checked(_called(model, in_single(x), **network.keywords(key)))
 
 
 def _apply_with_state(
@@ -369,7 +368,7 @@ def _apply_with_state(
 
     def one(x, key, state):
         outputs, state = _called(model, in_single(x), state, **network.keywords(key))
-        return _checked(outputs), state
+        return checked(outputs), state
 
     batched = jax.vmap(
         one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)
