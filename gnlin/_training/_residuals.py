@@ -216,10 +216,10 @@ def as_groups(data: Any) -> GroupsByName | None:
     """Return groups by name from a dictionary, a list or a single group; else `None`."""
     if isinstance(data, Groups):
         data = data.groups
-    if isinstance(data, Residuals):
-        return {"residuals": _with_arrays("residuals", data)}
     pairs: list = []
-    if isinstance(data, Mapping):
+    if isinstance(data, Residuals):
+        pairs = [("residuals", data)]
+    elif isinstance(data, Mapping):
         pairs = list(data.items())
     elif isinstance(data, list | tuple):
         pairs = [(str(k), group) for k, group in enumerate(data)]
@@ -236,18 +236,19 @@ def as_groups(data: Any) -> GroupsByName | None:
 
 def _with_arrays(name: str, group: Residuals) -> Residuals:
     if callable(group.data):
-        return _sampled(name, group)
+        _check_sampler(name, group)
+        return group
     trees = {"data": _tree.columns(group.data), "targets": group.targets}
     of_data = f"data of the group {name!r}"
     trees = as_arrays(of_data, trees)
     if group.data is None:
         return dataclasses.replace(group, targets=trees["targets"])
-    leaves = jax.tree.leaves(trees)
     if not jax.tree.leaves(trees["data"]):
         raise ValueError(f"The group {name!r} has no data: pass arrays.")
     lengths = leading_lengths(of_data, trees)
     if len(lengths) > 1:
-        found = " and ".join(dict.fromkeys(str(leaf.shape) for leaf in leaves))
+        shapes = (str(leaf.shape) for leaf in jax.tree.leaves(trees))
+        found = " and ".join(dict.fromkeys(shapes))
         raise ValueError(
             f"All arrays of the group {name!r} must have a leading axis over the same "
             f"number of examples, but have the shapes {found}."
@@ -257,7 +258,7 @@ def _with_arrays(name: str, group: Residuals) -> Residuals:
     return dataclasses.replace(group, **trees)
 
 
-def _sampled(name: str, group: Residuals) -> Residuals:
+def _check_sampler(name: str, group: Residuals) -> None:
     """Check a group that draws its examples, by the shapes of one draw."""
     if group.targets is not None:
         raise ValueError(
@@ -273,12 +274,11 @@ def _sampled(name: str, group: Residuals) -> Residuals:
         ) from error
     sizes = {x.shape[0] if x.ndim > 0 else None for x in jax.tree.leaves(drawn)}
     if len(sizes) != 1 or sizes & {None, 0}:
-        found = ", ".join(str(x.shape) for x in jax.tree.leaves(drawn))
         raise ValueError(
             f"The group {name!r} must draw arrays with a leading axis over the same "
-            f"number of examples, at least one, but draws the shapes {found or 'none'}."
+            "number of examples, at least one, but draws the shapes "
+            f"{_tree.listed_shapes(drawn)}."
         )
-    return group
 
 
 def refuse_groups(data: Any) -> None:
@@ -292,9 +292,9 @@ def refuse_groups(data: Any) -> None:
 
 def refuse_for_groups(**options: Any) -> None:
     """Raise `ValueError` if an option that groups do not have was given."""
-    defaults = {"loss": SquaredError(), "state": None, "key": None}
     for name, value in options.items():
-        if not eqx.tree_equal(value, defaults.get(name)):
+        default = SquaredError() if name == "loss" else None
+        if not eqx.tree_equal(value, default):
             hint = {
                 "loss": "each group has its own",
                 "validation": "take figures on other data by `gnlin.callbacks.Measure`",
