@@ -29,7 +29,7 @@ from ._history import Rows
 from ._saver import described_run, Saver
 from ._snapshot import CallbackState, give_back, like_array, Now, Snapshot, state_of
 from ._step import as_handed_out, Compiled, step
-from ._stream import ArrayStream, Batch, DataEnded, IterableStream
+from ._stream import ArrayStream, DataEnded, IterableStream
 from ._validation import Validation
 
 
@@ -216,8 +216,8 @@ class Run(AbstractRun):
             arrays, _ = split(batch.arrays(now.step))
             # Batches of an iterable may differ in structure.
             if self._advance is None or isinstance(self._stream, IterableStream):
-                inputs = self._inputs(batch)
-                self._advance = Compiled(step, (self._setting,), *inputs)
+                like = self._carry(), batch.arrays(0)
+                self._advance = Compiled(step, (self._setting,), *like)
             new, new_row = self._advance(now.arrays, arrays)
             if row is not None:
                 self._record_step(now, row)
@@ -230,11 +230,6 @@ class Run(AbstractRun):
         if row is not None:
             self._record_step(now, row)
         return whole
-
-    def _inputs(self, batch: Batch) -> tuple:
-        """Return arguments of the compiled step, as examples of their structures and
-        shapes."""
-        return self._carry(), batch.arrays(0)
 
     def _record_step(self, now: Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""
@@ -363,7 +358,7 @@ class Run(AbstractRun):
     def settings(self) -> dict[str, str]:
         """Describe the run. This is called before the first step, while the parameters
         are still the initial ones."""
-        inputs = self._inputs(self._stream.first())
+        inputs = self._carry(), self._stream.first().arrays(0)
         of_run = self._stream, self._rows.columns, self.model, self.model_state
         return described_run(self._setting, inputs, *of_run)
 
