@@ -42,7 +42,7 @@ from ._training._residuals import (
     where_not_finite,
 )
 from ._training._solution import COLUMNS, History, Model, on_host, Solution
-from ._training._step import Carry, checked_outputs, key_of_steps, StepSettings
+from ._training._step import checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
 
@@ -208,7 +208,9 @@ def solve(
         if ended in ("successful", "stagnation"):
             little = explains_little("solve", setting, batch, loss_now, "start elsewhere")
         if is_interrupted:
-            carry, loss_now = _best(carry, loss_now)
+            watch = carry.watch
+            if watch is not None and float(watch.best) < loss_now:  # Return the best.
+                carry, loss_now = carry._replace(parameters=watch.y), float(watch.best)
             warning = f"`gnlin.solve` was interrupted after step {num_steps}."
         elif has_failed:
             why = why_it_failed(setting, carry, num_steps)
@@ -256,10 +258,3 @@ def solve(
         well = [result == getattr(optx.RESULTS, name) for name in WELL]
         return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))
     return solution
-
-
-def _best(carry: Carry, loss: float) -> tuple[Carry, float]:
-    """Return an interrupted run's best point, and the loss at that point."""
-    if carry.watch is None or not float(carry.watch.best) < loss:
-        return carry, loss
-    return carry._replace(parameters=carry.watch.y), float(carry.watch.best)

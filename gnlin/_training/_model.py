@@ -296,11 +296,6 @@ class Network(eqx.Module):
     def keywords(self, key: Array | None) -> dict[str, Array | None]:
         return {"key": key} if self.takes_key else {}
 
-    def in_inference(self) -> "Network":
-        """Return the network without dropout and with fixed batch statistics."""
-        frozen = eqx.nn.inference_mode(self.frozen)
-        return eqx.tree_at(lambda network: network.frozen, self, frozen)
-
 
 def is_of_model(fn: Callable) -> bool:
     """Whether `fn` was made by `Network.function`."""
