@@ -91,28 +91,7 @@ def partition(
         ) from error
     leaves = [leaf for leaf in jax.tree.leaves(parameters) if eqx.is_array(leaf)]
     if sum(leaf.size for leaf in leaves) == 0:
-        if inspect.isroutine(model):
-            if any(map(eqx.is_array, jax.tree.leaves(inspect.unwrap(model)))):
-                raise ValueError(_INSIDE)
-            raise ValueError(
-                "A plain function has no trainable array: pass it with its parameters, "
-                "as a pair `(fn, parameters)` with `fn(parameters, x)`."
-            )
-        given = jax.tree.leaves(trained)
-        if any(isinstance(x, float) for x in given) and not any(map(eqx.is_array, given)):
-            raise ValueError(
-                "The model has Python floats, but no trainable array: convert those that "
-                "are to be trained to arrays, for example by `jnp.asarray`."
-            )
-        arrays = [x for x in given if eqx.is_array_like(x) and not callable(x)]
-        if arrays and filter_spec is eqx.is_inexact_array:
-            raise ValueError(
-                f"The model has no trainable array, because its arrays have the dtype "
-                f"{jnp.asarray(arrays[0]).dtype}: convert them by `.astype(float)`."
-            )
-        raise ValueError(
-            "The model has no trainable array: `filter_spec` selects none of its leaves."
-        )
+        raise ValueError(_why_nothing_is_trained(model, trained, filter_spec))
     if len(leaves) < len(jax.tree.leaves(parameters)):
         raise ValueError(
             "`filter_spec` selects leaves of the model that are not arrays, which cannot "
@@ -128,6 +107,29 @@ def partition(
     among = tuple(path in places for path, _ in with_path(trained))
     read = read_by(jax.tree.leaves((rest, fn)))
     return parameters, Frozen(rest, dtypes, fn, trained=among, read=read)
+
+
+def _why_nothing_is_trained(model: Any, trained: PyTree, filter_spec: Any) -> str:
+    if inspect.isroutine(model):
+        if any(map(eqx.is_array, jax.tree.leaves(inspect.unwrap(model)))):
+            return _INSIDE
+        return (
+            "A plain function has no trainable array: pass it with its parameters, as a "
+            "pair `(fn, parameters)` with `fn(parameters, x)`."
+        )
+    given = jax.tree.leaves(trained)
+    if any(isinstance(x, float) for x in given) and not any(map(eqx.is_array, given)):
+        return (
+            "The model has Python floats, but no trainable array: convert those that are "
+            "to be trained to arrays, for example by `jnp.asarray`."
+        )
+    arrays = [x for x in given if eqx.is_array_like(x) and not callable(x)]
+    if arrays and filter_spec is eqx.is_inexact_array:
+        return (
+            "The model has no trainable array, because its arrays have the dtype "
+            f"{jnp.asarray(arrays[0]).dtype}: convert them by `.astype(float)`."
+        )
+    return "The model has no trainable array: `filter_spec` selects none of its leaves."
 
 
 def _instead(model: Any, called: bool) -> str:
