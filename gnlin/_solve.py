@@ -188,10 +188,9 @@ def solve(
     with choosing():
         if not losses.is_quadratic:  # squared error accepts targets of any value
             checked_outputs(setting, parameters, state, batch)
-        start = parameters, state
         with Bar(max_steps, progress) as bar:
             (carry, num_steps), rows, result, loss_now, is_interrupted = run(
-                setting, batch, start, max_steps, history, bar
+                setting, batch, (parameters, state), max_steps, history, bar
             )
     if history:
         rows["step"] = rows["num_feature_updates"]  # every step is a feature update

@@ -123,12 +123,10 @@ class Run(AbstractRun):
         return None if point is None else self._frozen.with_parameters(point)
 
     def record(self, figures: Mapping[str, float]) -> None:
-        """Put figures into the latest row."""
         if self._rows:
             self._rows.amend(figures)
 
     def stop(self, reason: str, *, failed: bool = False) -> None:
-        """End the run after this event, if it has not ended for another reason."""
         if self._reason:
             return
         self.result = optx.RESULTS.nonfinite if failed else optx.RESULTS.successful
@@ -137,13 +135,11 @@ class Run(AbstractRun):
             self.complaint = f"`gnlin.fit` stopped at step {self.step}: {reason}."
 
     def arrays(self) -> list[np.ndarray]:
-        """Return copies of the model's parameters and state."""
         carry = self._carry()
         arrays, _ = split((carry.parameters, carry.model_state))
         return [as_numpy(x) for x in arrays]
 
     def set_arrays(self, arrays: list[np.ndarray]) -> None:
-        """Make the run return these parameters and state instead of the last ones."""
         self._chosen = arrays
 
     #
