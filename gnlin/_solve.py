@@ -23,14 +23,13 @@ from ._training._divergence import check_divergence
 from ._training._ending import (
     after_full_batch,
     explains_little,
-    group_not_finite,
-    group_without_derivative,
+    group_at_fault,
     in_words,
     of_statistics,
     why_it_failed,
 )
 from ._training._full_batch import Most, run
-from ._training._group_network import GroupNetwork
+from ._training._group_network import GroupNetwork, of_groups
 from ._training._messages import result_name, WELL
 from ._training._model import in_single, make_network, Network
 from ._training._prior import Prior
@@ -38,13 +37,12 @@ from ._training._residuals import (
     as_groups,
     Groups,
     GroupsByName,
-    of_groups,
     refuse_for_groups,
     Residuals,
     where_not_finite,
 )
 from ._training._solution import COLUMNS, History, Model, on_host, Solution
-from ._training._step import Carry, checked_outputs, key_of_steps, StepSettings
+from ._training._step import checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
 
@@ -157,7 +155,7 @@ def solve(
     groups, mesh = as_groups(data), mesh_of((model, data))
     model, state = automatic((model, state))
     network: Network | GroupNetwork
-    losses: AbstractLoss | GroupLosses = loss.as_arguments()
+    losses: AbstractLoss | GroupLosses = loss.as_arguments().reduced("sum")
     of_prior = None
     if groups is None:
         batch = as_batch(data)
@@ -168,7 +166,7 @@ def solve(
                     "quaternion, and does not suit a `retraction`: leave `prior` out, or "
                     "make it a group of residuals."
                 )
-            of_prior = Prior.of(prior, losses.reduced("sum"), batch)
+            of_prior = Prior.of(prior, losses, batch)
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
@@ -190,52 +188,54 @@ def solve(
     with choosing():
         if not losses.is_quadratic:  # squared error accepts targets of any value
             checked_outputs(setting, parameters, state, batch)
-        start = parameters, state
         with Bar(max_steps, progress) as bar:
             (carry, num_steps), rows, result, loss_now, is_interrupted = run(
-                setting, batch, start, max_steps, history, bar
+                setting, batch, (parameters, state), max_steps, history, bar
             )
     if history:
         rows["step"] = rows["num_feature_updates"]  # every step is a feature update
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
     stats = {"num_steps": num_steps, **carry.solver_state.counts.by_name()}
-    reason = complaint = doubt = ""
+    reason = warning = ""
+    has_failed = False
     if not is_traced((num_steps, loss_now, rows)):
         stats, loss_now = on_host((stats, loss_now))
         num_steps = stats["num_steps"]
         rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
         ended, why, little = result_name(result), "", ""
-        has_targets = groups is None and prior is None
-        if has_targets and ended in ("successful", "stagnation"):
-            given = loss.reduced("sum"), batch, loss_now
-            little = explains_little("solve", *given, "start elsewhere")
-        if ended not in WELL:
+        has_failed = ended not in WELL and not is_interrupted
+        if ended in ("successful", "stagnation"):
+            little = explains_little("solve", setting, batch, loss_now, "start elsewhere")
+        if is_interrupted:
+            watch = carry.watch
+            if watch is not None and float(watch.best) < loss_now:  # Return the best.
+                carry, loss_now = carry._replace(parameters=watch.y), float(watch.best)
+            warning = f"`gnlin.solve` was interrupted after step {num_steps}."
+        elif has_failed:
             why = why_it_failed(setting, carry, num_steps)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
-            given = not_finite(*batch) if groups is None else where_not_finite(groups)
-            given = given or group_not_finite(row)
-            given = given or group_without_derivative(setting, carry, batch, num_steps)
-            given = given or flaw_of(solver.retraction, carry.parameters) or little
-            complaint = (
-                f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
-                f"{why} {given}".rstrip()
+            at_fault = (
+                (not_finite(*batch) if groups is None else where_not_finite(groups))
+                or group_at_fault(setting, carry, batch, num_steps, row)
+                or flaw_of(solver.retraction, carry.parameters)
+                or little
             )
-        reason = in_words(ended, num_steps, why)
-        if is_interrupted:
-            carry, loss_now = _best(carry, loss_now)
-            reason = f"step {num_steps}: interrupted"
-            complaint = f"`gnlin.solve` was interrupted after step {num_steps}."
-        elif ended in WELL and history:
+            warning = (
+                f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
+                f"{why} {at_fault}".rstrip()
+            )
+        elif history:
             converged = ended == "successful"
-            doubt = after_full_batch(rows, float(loss_now), converged=converged)
-            if doubt:
-                doubt = flaw_of(solver.retraction, carry.parameters) or doubt
-        if not complaint:
-            doubt = doubt or little
+            warning = after_full_batch(rows, float(loss_now), converged=converged)
+            if warning:
+                warning = flaw_of(solver.retraction, carry.parameters) or warning
+        warning = warning or little
+        interrupted = f"step {num_steps}: interrupted"
+        reason = interrupted if is_interrupted else in_words(ended, num_steps, why)
     final_model = network.frozen.with_parameters(carry.parameters)
     final_state = network.frozen.with_state(carry.model_state)
-    if reason and not (doubt or complaint):
-        doubt = of_statistics(final_model, final_state)
+    if reason and not warning:
+        warning = of_statistics(final_model, final_state)
     solution = Solution(
         model=final_model,
         state=final_state,
@@ -249,18 +249,11 @@ def solve(
         _has_retraction=solver.retraction is not None,
     )
     solution = on_mesh(solution, mesh)
-    if doubt or (complaint and (is_interrupted or not throw)):
-        warnings.warn(doubt or complaint, stacklevel=2)
-    if throw and complaint and not is_interrupted:
-        raise eqx.EquinoxRuntimeError(complaint)
+    if has_failed and throw:
+        raise eqx.EquinoxRuntimeError(warning)
+    if warning:
+        warnings.warn(warning, stacklevel=2)
     if throw:
         well = [result == getattr(optx.RESULTS, name) for name in WELL]
         return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))
     return solution
-
-
-def _best(carry: Carry, loss: float) -> tuple[Carry, float]:
-    """Return an interrupted run's best point, and the loss at that point."""
-    if carry.watch is None or not float(carry.watch.best) < loss:
-        return carry, loss
-    return carry._replace(parameters=carry.watch.y), float(carry.watch.best)

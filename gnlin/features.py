@@ -32,8 +32,9 @@ from ._common._tree import ravel_pytree
 from ._jacobian import DEFAULT_MEMORY_BUDGET
 from ._linearisation._linearisation import Linearisation, linearise
 from ._training._data import as_inputs
+from ._training._group_network import of_groups
 from ._training._model import make_network
-from ._training._residuals import as_groups, of_groups
+from ._training._residuals import as_groups
 from ._training._solution import Solution
 from .losses._base import check_between
 from .losses._cross_entropy import is_label

@@ -22,10 +22,10 @@ from .._solver import (
 )
 from .._training._data import as_tuple
 from .._training._divergence import check_divergence
-from .._training._group_network import GroupNetwork
+from .._training._group_network import GroupNetwork, of_groups
 from .._training._model import in_single, make_network, Network
 from .._training._prior import Prior
-from .._training._residuals import as_groups, of_groups, refuse_for_groups
+from .._training._residuals import as_groups, refuse_for_groups
 from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, StepSettings
 from ..callbacks import Callback, Progress
@@ -87,11 +87,8 @@ def fit(
         no settings; or an optimiser of optax, which then trains the model itself.
     - `loss`: the loss of outputs and targets. Unless its `reduction` says otherwise it is
         the mean, so that damping and learning rate do not depend on the batch size.
-    - `prior`: the standard deviation $s$ of a normal prior of each trained parameter
-        about zero, which is weight decay: $\frac{1}{2 s^2}\lVert\theta\rVert^2$ is added
-        to the sum of the loss over all examples, and both are divided by the number of
-        targets, or by the sum of their weights; see [`gnlin.solve`][]. This needs data in
-        arrays.
+    - `prior`: the standard deviation of a normal prior of each trained parameter about
+        zero, which is weight decay, as in [`gnlin.solve`][]. This needs data in arrays.
     - `batch_size`: the number of examples in a step, or `None` for all. Each epoch
         shuffles the examples and leaves out an incomplete last batch. For groups it is a
         number, or a dictionary of numbers by name. Each step then draws that many

@@ -14,8 +14,7 @@ from .._common._identity import as_numpy
 from .._training._ending import (
     after_batches,
     explains_little,
-    group_not_finite,
-    group_without_derivative,
+    group_at_fault,
     in_words,
     of_statistics,
     why_it_failed,
@@ -30,7 +29,7 @@ from ._history import Rows
 from ._saver import described_run, Saver
 from ._snapshot import CallbackState, give_back, like_array, Now, Snapshot, state_of
 from ._step import as_handed_out, Compiled, step
-from ._stream import ArrayStream, Batch, DataEnded, IterableStream
+from ._stream import ArrayStream, DataEnded, IterableStream
 from ._validation import Validation
 
 
@@ -124,12 +123,10 @@ class Run(AbstractRun):
         return None if point is None else self._frozen.with_parameters(point)
 
     def record(self, figures: Mapping[str, float]) -> None:
-        """Put figures into the latest row."""
         if self._rows:
             self._rows.amend(figures)
 
     def stop(self, reason: str, *, failed: bool = False) -> None:
-        """End the run after this event, if it has not ended for another reason."""
         if self._reason:
             return
         self.result = optx.RESULTS.nonfinite if failed else optx.RESULTS.successful
@@ -138,13 +135,11 @@ class Run(AbstractRun):
             self.complaint = f"`gnlin.fit` stopped at step {self.step}: {reason}."
 
     def arrays(self) -> list[np.ndarray]:
-        """Return copies of the model's parameters and state."""
         carry = self._carry()
         arrays, _ = split((carry.parameters, carry.model_state))
         return [as_numpy(x) for x in arrays]
 
     def set_arrays(self, arrays: list[np.ndarray]) -> None:
-        """Make the run return these parameters and state instead of the last ones."""
         self._chosen = arrays
 
     #
@@ -166,29 +161,23 @@ class Run(AbstractRun):
         try:
             if self._saver is not None:
                 self._saver.begin()
-        except BaseException:
+            try:
+                with suppress(_Stopped):
+                    self._train(first=self.step)
+                self._judge()
+                self._save()
+                if self._validation is not None and np.isnan(self.row["validation_loss"]):
+                    self._validate()
+            except KeyboardInterrupt:
+                self._rows.cut(self.step)
+                self._save()
+                self._reason = f"step {self.step}: interrupted"
+                self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
+            except BaseException:
+                self._save()
+                raise
+        finally:
             self._tell("on_end")
-            raise
-        try:
-            with suppress(_Stopped):
-                self._train(first=self.step)
-            doubt = after_batches(self._setting, self.history, made_all=not self._reason)
-            self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
-            if not self.complaint:
-                self.complaint = of_statistics(self.model, self.model_state)
-            self._save()
-            if self._validation is not None and np.isnan(self.row["validation_loss"]):
-                self._validate()
-        except KeyboardInterrupt:
-            self._rows.cut(self.step)
-            self._save()
-            self._reason = f"step {self.step}: interrupted"
-            self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
-        except BaseException:
-            self._save()
-            self._tell("on_end")
-            raise
-        self._tell("on_end")
 
     def _train(self, first: int) -> None:
         if self._reason:  # The run had ended before it was resumed.
@@ -223,8 +212,8 @@ class Run(AbstractRun):
             arrays, _ = split(batch.arrays(now.step))
             # Batches of an iterable may differ in structure.
             if self._advance is None or isinstance(self._stream, IterableStream):
-                inputs = self._inputs(batch)
-                self._advance = Compiled(step, (self._setting,), *inputs)
+                like = self._carry(), batch.arrays(0)
+                self._advance = Compiled(step, (self._setting,), *like)
             new, new_row = self._advance(now.arrays, arrays)
             if row is not None:
                 self._record_step(now, row)
@@ -237,11 +226,6 @@ class Run(AbstractRun):
         if row is not None:
             self._record_step(now, row)
         return whole
-
-    def _inputs(self, batch: Batch) -> tuple:
-        """Return arguments of the compiled step, as examples of their structures and
-        shapes."""
-        return self._carry(), batch.arrays(0)
 
     def _record_step(self, now: Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""
@@ -280,12 +264,11 @@ class Run(AbstractRun):
 
     def _go_on(self) -> None:
         self._settle()
+        is_due = self._saver is not None and self._saver.is_due(self.step)
+        if is_due and not self._reason:
+            self._save()  # A callback may stop the run when told of the checkpoint.
         if self._reason:
             raise _Stopped
-        if self._saver is not None and self._saver.is_due(self.step):
-            self._save()
-            if self._reason:  # A callback stopped the run when told of the checkpoint.
-                raise _Stopped
 
     def _fail(self) -> None:
         setting, carry, at_fault = self._setting, self._carry(), ""
@@ -293,23 +276,30 @@ class Run(AbstractRun):
         if self.result == optx.RESULTS.nonfinite:
             model = carry.parameters, carry.model_state
             check = lambda batch: checked_outputs(setting, *model, batch)
-            at_fault = self._stream.at_fault(check) or group_not_finite(self.row)
-            given = carry, self._stream.example, self.step
-            at_fault = at_fault or group_without_derivative(setting, *given)
+            at_fault = self._stream.at_fault(check) or group_at_fault(
+                setting, carry, self._stream.example, self.step, self.row
+            )
         why = why_it_failed(setting, carry, self.step)
         self._reason = in_words(result_name(self.result), self.step, why)
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
 
+    def _judge(self) -> None:
+        """Add doubts about the run to its complaint."""
+        doubt = after_batches(self._setting, self.history, made_all=not self._reason)
+        self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
+        if not self.complaint:
+            self.complaint = of_statistics(self.model, self.model_state)
+
     def _doubt(self) -> str:
         """Return a sentence if the model explains little of the targets, or "". A run on
         batches is judged by its best epoch, if it was not short."""
         setting, stream, carry = self._setting, self._stream, self._carry()
         failed = result_name(self.result) in ("nonfinite", "nonlinear_divergence")
-        if failed or setting.prior is not None or not isinstance(stream, ArrayStream):
+        if failed or not isinstance(stream, ArrayStream):
             return ""
-        given = "fit", setting.loss, stream.example
+        given = "fit", setting, stream.example
         if not setting.streaming:
             if not carry.solver_state.is_over:
                 return ""
@@ -364,7 +354,7 @@ class Run(AbstractRun):
     def settings(self) -> dict[str, str]:
         """Describe the run. This is called before the first step, while the parameters
         are still the initial ones."""
-        inputs = self._inputs(self._stream.first())
+        inputs = self._carry(), self._stream.first().arrays(0)
         of_run = self._stream, self._rows.columns, self.model, self.model_state
         return described_run(self._setting, inputs, *of_run)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # The settings that must be the same in a resumed run. The others only name what differs.
-_DECISIVE = "data", "columns", "step", "initial values"
+_DECISIVE = frozenset({"data", "columns", "step", "initial values"})
 
 
 def described_run(
@@ -120,13 +120,12 @@ class Saver:
 
     def _check_same(self, path: Path, there: dict[str, str]) -> None:
         here = self._settings
-        if all(there.get(name) == here[name] for name in _DECISIVE):
+        differing = [x for x in {**here, **there} if here.get(x) != there.get(x)]
+        if _DECISIVE.isdisjoint(differing):
             return
         # Another version of JAX has other programs, which cannot be compared.
-        by = {"jax", "step"}
-        if there.get("jax") not in (None, here["jax"]) and all(
-            there.get(name) == here[name] for name in here.keys() - by
-        ):
+        is_other_jax = there.get("jax") not in (None, here["jax"])
+        if is_other_jax and here.keys() & differing <= {"jax", "step"}:
             warnings.warn(
                 f"{path} was written with jax {there['jax']}, and here it is "
                 f"{here['jax']}: the run is resumed, but its numbers may differ in "
@@ -135,7 +134,7 @@ class Saver:
                 stacklevel=6,
             )
             return
-        name = next(x for x in {**here, **there} if here.get(x) != there.get(x))
+        name = differing[0]
         called = "data set" if name == "data" else name
         what = f"its {called} is {there.get(name)}, and here it is {here.get(name)}"
         if name == "columns":

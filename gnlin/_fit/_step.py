@@ -58,10 +58,7 @@ def _next(setting: StepSettings, carry: Carry, batch: tuple):
         num_leading=size if wider > size else None,
         is_sample=setting.streaming,
     )
-    is_random = setting.streaming or setting.is_random(carry.parameters, args)
-    new, row, moved = advanced(
-        setting, objective, outputs, args, carry, number, is_random=is_random
-    )
+    new, row, moved = advanced(setting, objective, args, carry, number)
     new = keep(new, setting.places.carry)
     state = new.solver_state
     ended = state.result != optx.RESULTS.successful, state.terminate

@@ -147,9 +147,8 @@ class IterableStream:
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
         begun, self._begun, num_batches = self._begun, None, 0
         batches = begun if begun and epoch == 0 else self._iterable(epoch)
-        for index, batch in enumerate(batches):
-            num_batches += 1
-            if index >= first:
+        for num_batches, batch in enumerate(batches, start=1):
+            if num_batches > first:
                 self._latest.append(self._checked(batch))
                 yield Batch(self._latest[-1])
         if num_batches < max(first, 1):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array, PyTree
@@ -25,7 +26,7 @@ class Validation:
         self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
     ):
         assert isinstance(setting.network, Network)  # groups have no validation
-        inference = setting.network.in_inference()
+        inference = eqx.nn.inference_mode(setting.network)
         setting = setting._replace(network=inference, augment=None, prior=None)
         self._structure = carry
         names = ["loss", *metrics]

@@ -20,7 +20,7 @@ from .._common._sharding import mesh_of
 from .._jacobian import DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
 from .._linearisation._linearisation import Linearisation
 from .._training._data import as_inputs
-from .._training._model import is_of_model, make_network, with_fixed_state
+from .._training._model import in_inference, is_of_model, make_network
 from ._file import KernelFile, Place, tiles
 from ._parts import (
     Blocks,
@@ -125,7 +125,7 @@ class TangentKernel(eqx.Module):
             self._has_keys = is_of_model(self._fn)
             return
         if state is not None:
-            model = with_fixed_state(eqx.nn.inference_mode(model), state)
+            model = in_inference(model, state)
         parameters, network = make_network(model, filter_spec)
         fn = network.function()
         assert isinstance(fn, PerExample)

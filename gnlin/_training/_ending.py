@@ -2,7 +2,6 @@
 its loss has risen, or its model is not ready for inference."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -93,14 +92,22 @@ def _has_no_derivative(carry: Carry) -> bool:
     )
 
 
-def group_without_derivative(
-    setting: StepSettings, carry: Carry, data: tuple, num_steps: int
+def group_at_fault(
+    setting: StepSettings,
+    carry: Carry,
+    data: tuple,
+    num_steps: int,
+    row: Mapping[str, float],
 ) -> str:
-    """Return a sentence that names the first group whose derivative is not finite where
-    its loss is, or "". It takes a pass through each group.
+    """Return a sentence that names the first group whose loss is not finite, or else
+    whose derivative is not, or "". Derivatives take a pass through each group.
 
     - `data`: the data of all steps, before points are drawn.
+    - `row`: the last one of the history.
     """
+    for name, loss in losses_by_group(row).items():
+        if not np.isfinite(loss):
+            return f"The loss of the group {name!r} is not finite."
     network = setting.network
     if not isinstance(network, GroupNetwork) or not _has_no_derivative(carry):
         return ""
@@ -113,15 +120,6 @@ def group_without_derivative(
         pulled = lin.vjp(jax.tree.map(jnp.ones_like, lin.outputs))
         if not jnp.isfinite(_tree.norm(pulled)):
             return f"The derivative of the group {name!r} is not finite."
-    return ""
-
-
-def group_not_finite(row: Mapping[str, float]) -> str:
-    """Return a sentence that names the first group whose loss is not finite in a row of
-    the history, or ""."""
-    for name, loss in losses_by_group(row).items():
-        if not np.isfinite(loss):
-            return f"The loss of the group {name!r} is not finite."
     return ""
 
 
@@ -209,17 +207,20 @@ def _risen_from(losses: np.ndarray) -> str:
     return ""
 
 
-def explains_little(driver: str, loss: Any, data: tuple, last: float, remedy: str) -> str:
+def explains_little(
+    driver: str, setting: StepSettings, data: tuple, last: float, remedy: str
+) -> str:
     """Return a sentence if a model is hardly better than the best constant, or "". Only
-    squared error is judged, and only targets that vary.
+    squared error without a prior is judged, and only targets that vary.
 
-    - `loss`: with its reduction.
-    - `last`: its value for all examples.
+    - `last`: the loss of all examples.
     - `remedy`: what to do instead of standardising the data.
     """
-    _, targets, weights = data
+    loss, (_, targets, weights) = setting.loss, data
+    if not isinstance(loss, SquaredError) or setting.prior is not None:
+        return ""
     leaves = jax.tree.leaves(targets)
-    if not (isinstance(loss, SquaredError) and all(map(is_here, leaves))):
+    if not all(map(is_here, leaves)):
         return ""
     y = np.concatenate([np.asarray(x, float).reshape(len(x), -1) for x in leaves], 1)
     weights = np.ones(len(y)) if weights is None else np.asarray(weights)

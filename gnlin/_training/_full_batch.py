@@ -98,7 +98,7 @@ def run(
     # history is allocated. The function of a group without data may be slow.
     if size > _SMALL or not lengths:
         now, outputs = _begun(setting, data, start, types)
-        most = min(_FIRST_STEPS, num_rows)
+        most = _FIRST_STEPS
         if is_traced(now):
             return whole()
     try:
@@ -164,7 +164,6 @@ def _all_steps(
     parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
     if outputs is None:
         outputs = checked_outputs(setting, parameters, state, data)
-    is_random = setting.is_random(parameters, setting.args(inputs, 0, state))
     objective = setting.objective(outputs, data)
     if begins:
         now = _Now(begin(setting, parameters, state, outputs), jnp.array(0))
@@ -182,9 +181,7 @@ def _all_steps(
     def step(now_and_rows):
         (carry, num_steps), rows = now_and_rows
         args = setting.args(inputs, num_steps, carry.model_state)
-        carry, row, moved = advanced(
-            setting, objective, outputs, args, carry, num_steps, is_random=is_random
-        )
+        carry, row, moved = advanced(setting, objective, args, carry, num_steps)
         # An index out of range drops the row of a step that was not made.
         at = jnp.where(moved, num_steps - begun, num_rows)
         rows = {k: r.at[at].set(row[k], mode="drop") for k, r in rows.items()}

@@ -2,8 +2,9 @@
 parameters that an example reads."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -12,11 +13,17 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from .._common._canonical import canonical, of_one_example
-from .._common._checks import first_line, is_own
+from .._common import _tree
+from .._common._canonical import canonical, needed, of_one_example, read_by
+from .._common._checks import check_count, first_line, is_own
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
-from ._model import Frozen, in_single
+from .._linearisation._objective import GroupLosses
+from ._model import checked, Frozen, partition
+
+
+if TYPE_CHECKING:
+    from ._residuals import Residuals
 
 
 class Group(eqx.Module):
@@ -103,8 +110,9 @@ class GroupNetwork(eqx.Module):
                 fn = _canonical_at_once(self._of(name), read, example)
             else:
                 fn = canonical(self._of(name), read, example)
-            new = {"fn": fn, "sampler": sampler, "select": select}
-            groups[name] = dataclasses.replace(group, **new)
+            groups[name] = dataclasses.replace(
+                group, fn=fn, sampler=sampler, select=select
+            )
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
         return dataclasses.replace(self, frozen=frozen, groups=groups)
@@ -145,8 +153,8 @@ def _residuals(
         if is_own(error) or str(error).startswith(f"The function of the group {name!r}"):
             raise
         what = f"The function of the group {name!r} is called with the model and "
-        what += "`args`, as the group has no `data`" if at_once else "one example"
-        failed = _failed(what, error, at_once)
+        what += "`args`, as the group has no `data`" if at_once else _ONE_EXAMPLE
+        failed = _failed(what, error)
         if "'tuple' object is not callable" in str(error):
             failed = ValueError(f"{failed} {_NO_PAIR}")
         raise failed from error
@@ -157,27 +165,143 @@ def _residuals(
             f"The function of the group {name!r} uses dropout, which needs a key, and "
             "groups have none: call `equinox.nn.inference_mode(model)` in it."
         ) from error
-    leaves = jax.tree.leaves(residuals)
-    if not leaves or not all(map(eqx.is_array_like, leaves)):
-        raise ValueError(
-            f"The function of the group {name!r} must return arrays, but returned "
-            f"{residuals!r}."
-        )
-    return in_single(residuals)
+    return checked(residuals, f"The function of the group {name!r} must return arrays")
 
 
+_ONE_EXAMPLE = "one example, without the data's leading axis"
 _NO_PAIR = (
     "With groups, pass the parameters instead of a pair `(fn, parameters)`, and call "
     "`fn` in the function of the group."
 )
 
 
-def _failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
-    how = "" if at_once else ", without the data's leading axis"
-    return ValueError(f"{what}{how}, but failed: {first_line(error)}.")
+def _failed(what: str, error: Exception) -> ValueError:
+    return ValueError(f"{what}, but failed: {first_line(error)}.")
 
 
-def check_selection(
+def of_groups(
+    model: PyTree,
+    groups: "Mapping[str, Residuals]",
+    filter_spec: PyTree | Callable[[Any], bool],
+    batch_size: Mapping[str, int | None] | int | None = None,
+    part_size: int | None = None,
+    *,
+    may_draw: bool = False,
+) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
+    """Return (parameters, network, data, losses).
+
+    - `may_draw`: whether groups may draw their data for each step.
+    """
+    parameters, frozen = partition(model, filter_spec, called=False)
+    sizes = _batch_sizes(groups, batch_size)
+    inputs, targets, of_network = {}, {}, {}
+    dtype = _tree.dtype(parameters)
+
+    for name, group in groups.items():
+        is_drawn = callable(group.data)
+        if is_drawn and not may_draw:
+            raise ValueError(
+                f"The group {name!r} draws its data for each step: pass arrays, or train "
+                "by `gnlin.fit`, which alone can draw."
+            )
+        if jnp.size(group.weight) != 1:
+            raise ValueError(
+                f"The `weight` of the group {name!r} must be one number, but has the "
+                f"shape {jnp.shape(group.weight)}: for weights w of single residuals, "
+                "multiply these by the square root of w inside the function."
+            )
+        if group.select is not None:
+            _check_selection(name, group.select, group.data, parameters)
+        if is_drawn and not _uses_key(group.data):
+            warnings.warn(
+                f"The `data` function of the group {name!r} does not use its key, so all "
+                "steps have the same points: draw them from the key by `jax.random`, or "
+                "pass an array.",
+                stacklevel=3,
+            )
+        inputs[name] = None if is_drawn else _wide(dtype, group.data)
+        targets[name] = group.targets
+        if group.data is None:  # All residuals form one example.
+            targets[name] = jax.tree.map(lambda x: x[None], group.targets)
+        of_network[name] = Group(
+            group.fn,
+            sampler=eqx.Partial(_wide_draw, dtype, group.data) if is_drawn else None,
+            select=group.select,
+            sparsity=group.sparsity,
+            at_once=group.data is None,
+            batch_size=sizes.get(name),
+        )
+    read = read_by(jax.tree.leaves((frozen, of_network)))
+    frozen = dataclasses.replace(frozen, read=read)
+    network = GroupNetwork(frozen, of_network, part_size)
+    losses = GroupLosses(
+        {name: group.loss.as_arguments() for name, group in groups.items()},
+        {name: group.weight for name, group in groups.items()},
+        # Examples that are chosen from data by a batch size may be noisy.
+        is_drawn=network.draws and not any(sizes.values()),
+    )
+    return parameters, network, (inputs, targets, None), losses
+
+
+def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:
+    """Whether the points that a sampler draws may depend on the key. A sampler that calls
+    NumPy's generators draws only while it is compiled."""
+    program = jax.make_jaxpr(sampler)(jax.random.key(0)).jaxpr
+    calls_back = bool(program.effects) or "callback" in str(program)
+    return calls_back or not needed(program).isdisjoint(program.invars)
+
+
+def _wide(dtype: Any, data: PyTree) -> PyTree:
+    """Convert points to at least the parameters' precision, for derivatives with respect
+    to the points."""
+
+    def each(x: Any) -> Any:
+        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float and x.dtype.itemsize < dtype.itemsize else x
+
+    return jax.tree.map(each, data)
+
+
+def _wide_draw(dtype: Any, sampler: Callable[[Array], PyTree], key: Array) -> PyTree:
+    return _wide(dtype, jax.tree.map(jnp.asarray, sampler(key)))
+
+
+def _batch_sizes(
+    groups: "Mapping[str, Residuals]", batch_size: Mapping[str, int | None] | int | None
+) -> dict[str, int | None]:
+    """Return the batch size of each group; a number is for all groups with arrays."""
+    if not isinstance(batch_size, Mapping):
+        arrays = lambda g: g.data is not None and not callable(g.data)
+        sizes = {name: batch_size for name, g in groups.items() if arrays(g)}
+    else:
+        sizes = dict(batch_size)
+        if unknown := sorted(set(sizes) - set(groups)):
+            raise ValueError(
+                f"`batch_size` names {', '.join(map(repr, unknown))}, but the groups are "
+                f"{', '.join(map(repr, groups))}."
+            )
+    for name, size in sizes.items():
+        if size is None:
+            continue
+        check_count(f"batch_size[{name!r}]", size)
+        if callable(groups[name].data):
+            raise ValueError(
+                f"The group {name!r} draws its data and sets their number itself: leave "
+                "its `batch_size` out."
+            )
+        if groups[name].data is None:
+            raise ValueError(
+                f"The group {name!r} has no examples: leave its `batch_size` out."
+            )
+        n = jax.tree.leaves(groups[name].data)[0].shape[0]
+        if size > n:
+            raise ValueError(
+                f"The group {name!r} has {n} examples, but its `batch_size` is {size}."
+            )
+    return sizes
+
+
+def _check_selection(
     name: str, select: Callable[[Any], Any], data: Any, parameters: PyTree[Array]
 ) -> None:
     """Raise `ValueError` if the `select` of a group fails, or selects invalid rows of
@@ -193,7 +317,7 @@ def check_selection(
             with jax.ensure_compile_time_eval():  # concrete even while tracing
                 rows = select_all(data)
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        what = f"`select` of the group {name!r} is called with one example"
+        what = f"`select` of the group {name!r} is called with {_ONE_EXAMPLE}"
         raise _failed(what, error) from error
     structure = jax.tree.structure(parameters)
     if jax.tree.structure(rows) != structure:

@@ -26,7 +26,8 @@ def result_name(result: optx.RESULTS) -> str:
 
 
 def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
-    """Return what went wrong, which model is returned, and what to do.
+    """Return what went wrong in a run that failed, which model is returned, and what to
+    do.
 
     - `factor`: the multiple of the first loss that the loss has stayed above, if it has.
     """
@@ -52,5 +53,7 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
             "solver."
         )
     said = " ".join(optx.RESULTS[result].split()).split(". ")[0]
-    advice = " Use more damping, double precision, or another method, such as "
-    return f"{said}; {last}." + f'{advice}`method="svd"`.' * (name == "failed")
+    return (
+        f"{said}; {last}. Use more damping, double precision, or another method, such as "
+        '`method="svd"`.'
+    )

@@ -91,28 +91,7 @@ def partition(
         ) from error
     leaves = [leaf for leaf in jax.tree.leaves(parameters) if eqx.is_array(leaf)]
     if sum(leaf.size for leaf in leaves) == 0:
-        if inspect.isroutine(model):
-            if any(map(eqx.is_array, jax.tree.leaves(inspect.unwrap(model)))):
-                raise ValueError(_INSIDE)
-            raise ValueError(
-                "A plain function has no trainable array: pass it with its parameters, "
-                "as a pair `(fn, parameters)` with `fn(parameters, x)`."
-            )
-        given = jax.tree.leaves(trained)
-        if any(isinstance(x, float) for x in given) and not any(map(eqx.is_array, given)):
-            raise ValueError(
-                "The model has Python floats, but no trainable array: convert those that "
-                "are to be trained to arrays, for example by `jnp.asarray`."
-            )
-        arrays = [x for x in given if eqx.is_array_like(x) and not callable(x)]
-        if arrays and filter_spec is eqx.is_inexact_array:
-            raise ValueError(
-                f"The model has no trainable array, because its arrays have the dtype "
-                f"{jnp.asarray(arrays[0]).dtype}: convert them by `.astype(float)`."
-            )
-        raise ValueError(
-            "The model has no trainable array: `filter_spec` selects none of its leaves."
-        )
+        raise ValueError(_why_nothing_is_trained(model, trained, filter_spec))
     if len(leaves) < len(jax.tree.leaves(parameters)):
         raise ValueError(
             "`filter_spec` selects leaves of the model that are not arrays, which cannot "
@@ -128,6 +107,29 @@ def partition(
     among = tuple(path in places for path, _ in with_path(trained))
     read = read_by(jax.tree.leaves((rest, fn)))
     return parameters, Frozen(rest, dtypes, fn, trained=among, read=read)
+
+
+def _why_nothing_is_trained(model: Any, trained: PyTree, filter_spec: Any) -> str:
+    if inspect.isroutine(model):
+        if any(map(eqx.is_array, jax.tree.leaves(inspect.unwrap(model)))):
+            return _INSIDE
+        return (
+            "A plain function has no trainable array: pass it with its parameters, as a "
+            "pair `(fn, parameters)` with `fn(parameters, x)`."
+        )
+    given = jax.tree.leaves(trained)
+    if any(isinstance(x, float) for x in given) and not any(map(eqx.is_array, given)):
+        return (
+            "The model has Python floats, but no trainable array: convert those that are "
+            "to be trained to arrays, for example by `jnp.asarray`."
+        )
+    arrays = [x for x in given if eqx.is_array_like(x) and not callable(x)]
+    if arrays and filter_spec is eqx.is_inexact_array:
+        return (
+            "The model has no trainable array, because its arrays have the dtype "
+            f"{jnp.asarray(arrays[0]).dtype}: convert them by `.astype(float)`."
+        )
+    return "The model has no trainable array: `filter_spec` selects none of its leaves."
 
 
 def _instead(model: Any, called: bool) -> str:
@@ -165,10 +167,10 @@ def _warn_of_whole_numbers(trained: PyTree) -> None:
         is_number = not isinstance(leaf, bool) and eqx.is_array_like(leaf)
         whole = is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.signedinteger)
         if plain and whole:
-            is_one = jnp.ndim(leaf) == 0
-            holds = "is a whole number" if is_one else "holds whole numbers"
+            holds = "holds whole numbers"
             how = "convert it by `.astype(float)`, or pass indices with the data"
-            how = "write it with a point, as 1.0 for 1" if is_one else how
+            if jnp.ndim(leaf) == 0:
+                holds, how = "is a whole number", "write it with a point, as 1.0 for 1"
             warnings.warn(
                 f"The parameter {path[-1].key!r} {holds}, and is not trained; to train "
                 f"it, {how}.",
@@ -234,14 +236,14 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
         ) from error
 
 
-def _checked(outputs: Any) -> PyTree[Array]:
-    """Return outputs in at least single precision, in which the loss is computed."""
+def checked(
+    outputs: Any, must: str = "The model must return an array, or a pytree of arrays"
+) -> PyTree[Array]:
+    """Return outputs in at least single precision, in which the loss is computed; raise
+    `ValueError` unless they are arrays."""
     leaves = jax.tree.leaves(outputs)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
-        raise ValueError(
-            "The model must return an array, or a pytree of arrays, but returned "
-            f"{outputs!r}."
-        )
+        raise ValueError(f"{must}, but returned {outputs!r}.")
     return in_single(outputs)
 
 
@@ -296,11 +298,6 @@ class Network(eqx.Module):
     def keywords(self, key: Array | None) -> dict[str, Array | None]:
         return {"key": key} if self.takes_key else {}
 
-    def in_inference(self) -> "Network":
-        """Return the network without dropout and with fixed batch statistics."""
-        frozen = eqx.nn.inference_mode(self.frozen)
-        return eqx.tree_at(lambda network: network.frozen, self, frozen)
-
 
 def is_of_model(fn: Callable) -> bool:
     """Whether `fn` was made by `Network.function`."""
@@ -343,22 +340,21 @@ def make_network(
     return parameters, Network(frozen, takes_key, has_state, axis_name, part_size)
 
 
-def with_fixed_state(model: PyTree, state: PyTree) -> PyTree:
-    """Return a model in inference mode as a pair `(fn, parameters)` that has no state;
-    without a state, return the model itself."""
-    if state is None:
-        return model
-    return eqx.Partial(_in_inference, in_single(state)), model
+def in_inference(model: PyTree, state: PyTree) -> PyTree:
+    """Return a model in inference mode; if it has a state, as a pair `(fn, parameters)`
+    that has none."""
+    model = eqx.nn.inference_mode(model)
+    return model if state is None else (eqx.Partial(_with_state, in_single(state)), model)
 
 
-def _in_inference(state: PyTree, model: PyTree, x: PyTree) -> PyTree[Array]:
+def _with_state(state: PyTree, model: PyTree, x: PyTree) -> PyTree[Array]:
     return model(x, state, **({"key": None} if _takes_key(model) else {}))[0]
 
 
 def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
     x, key = example
     model = network.frozen.in_training(parameters)
-    return _checked(_called(model, in_single(x), **network.keywords(key)))
+    return checked(_called(model, in_single(x), **network.keywords(key)))
 
 
 def _apply_with_state(
@@ -369,7 +365,7 @@ def _apply_with_state(
 
     def one(x, key, state):
         outputs, state = _called(model, in_single(x), state, **network.keywords(key))
-        return _checked(outputs), state
+        return checked(outputs), state
 
     batched = jax.vmap(
         one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)

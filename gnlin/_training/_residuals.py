@@ -1,26 +1,22 @@
 """Groups of residuals, each with its own function, examples and loss."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._canonical import read_by
 from .._common._checks import (
     as_scalar,
     check_callable,
-    check_count,
     check_finite_nonnegative,
     first_line,
 )
 from .._jacobian import Sparsity
-from .._linearisation._objective import GroupLosses, objective_of
+from .._linearisation._objective import objective_of
 from .._linearisation._recognised import AbstractRecognised, Posed
 from ..losses import (
     AbstractElementwiseLoss,
@@ -30,8 +26,7 @@ from ..losses import (
 )
 from ..losses._base import check_loss
 from ._data import a_kind_of, as_arrays, leading_lengths, rows_not_finite
-from ._group_network import check_selection, Group, GroupNetwork
-from ._model import partition
+from ._group_network import GroupNetwork, of_groups
 
 
 class Residuals(AbstractRecognised):
@@ -221,10 +216,10 @@ def as_groups(data: Any) -> GroupsByName | None:
     """Return groups by name from a dictionary, a list or a single group; else `None`."""
     if isinstance(data, Groups):
         data = data.groups
-    if isinstance(data, Residuals):
-        return {"residuals": _with_arrays("residuals", data)}
     pairs: list = []
-    if isinstance(data, Mapping):
+    if isinstance(data, Residuals):
+        pairs = [("residuals", data)]
+    elif isinstance(data, Mapping):
         pairs = list(data.items())
     elif isinstance(data, list | tuple):
         pairs = [(str(k), group) for k, group in enumerate(data)]
@@ -241,33 +236,29 @@ def as_groups(data: Any) -> GroupsByName | None:
 
 def _with_arrays(name: str, group: Residuals) -> Residuals:
     if callable(group.data):
-        return _sampled(name, group)
+        _check_sampler(name, group)
+        return group
     trees = {"data": _tree.columns(group.data), "targets": group.targets}
     of_data = f"data of the group {name!r}"
     trees = as_arrays(of_data, trees)
     if group.data is None:
-        return _with(group, None, trees["targets"])
-    leaves = jax.tree.leaves(trees)
+        return dataclasses.replace(group, targets=trees["targets"])
     if not jax.tree.leaves(trees["data"]):
         raise ValueError(f"The group {name!r} has no data: pass arrays.")
     lengths = leading_lengths(of_data, trees)
     if len(lengths) > 1:
-        found = " and ".join(dict.fromkeys(str(leaf.shape) for leaf in leaves))
+        shapes = (str(leaf.shape) for leaf in jax.tree.leaves(trees))
+        found = " and ".join(dict.fromkeys(shapes))
         raise ValueError(
             f"All arrays of the group {name!r} must have a leading axis over the same "
             f"number of examples, but have the shapes {found}."
         )
     if 0 in lengths:
         raise ValueError(f"The group {name!r} holds 0 examples: leave it out.")
-    return _with(group, trees["data"], trees["targets"])
+    return dataclasses.replace(group, **trees)
 
 
-def _with(group: Residuals, data: PyTree, targets: PyTree) -> Residuals:
-    places, none = lambda g: (g.data, g.targets), lambda x: x is None
-    return eqx.tree_at(places, group, (data, targets), is_leaf=none)
-
-
-def _sampled(name: str, group: Residuals) -> Residuals:
+def _check_sampler(name: str, group: Residuals) -> None:
     """Check a group that draws its examples, by the shapes of one draw."""
     if group.targets is not None:
         raise ValueError(
@@ -283,137 +274,11 @@ def _sampled(name: str, group: Residuals) -> Residuals:
         ) from error
     sizes = {x.shape[0] if x.ndim > 0 else None for x in jax.tree.leaves(drawn)}
     if len(sizes) != 1 or sizes & {None, 0}:
-        found = ", ".join(str(x.shape) for x in jax.tree.leaves(drawn))
         raise ValueError(
             f"The group {name!r} must draw arrays with a leading axis over the same "
-            f"number of examples, at least one, but draws the shapes {found or 'none'}."
+            "number of examples, at least one, but draws the shapes "
+            f"{_tree.listed_shapes(drawn)}."
         )
-    return group
-
-
-def of_groups(
-    model: PyTree,
-    groups: GroupsByName,
-    filter_spec: PyTree | Callable[[Any], bool],
-    batch_size: Mapping[str, int | None] | int | None = None,
-    part_size: int | None = None,
-    *,
-    may_draw: bool = False,
-) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
-    """Return (parameters, network, data, losses).
-
-    - `may_draw`: whether groups may draw their data for each step.
-    """
-    if not may_draw:
-        _refuse_samplers(groups)
-    parameters, frozen = partition(model, filter_spec, called=False)
-    sizes = _batch_sizes(groups, batch_size)
-    inputs, of_network = {}, {}
-    dtype = _tree.dtype(parameters)
-
-    for name, group in groups.items():
-        if jnp.size(group.weight) != 1:
-            raise ValueError(
-                f"The `weight` of the group {name!r} must be one number, but has the "
-                f"shape {jnp.shape(group.weight)}: for weights w of single residuals, "
-                "multiply these by the square root of w inside the function."
-            )
-        if group.select is not None:
-            check_selection(name, group.select, group.data, parameters)
-        is_drawn = callable(group.data)
-        if is_drawn and not _uses_key(group.data):
-            warnings.warn(
-                f"The `data` function of the group {name!r} does not use its key, so all "
-                "steps have the same points: draw them from the key by `jax.random`, or "
-                "pass an array.",
-                stacklevel=3,
-            )
-        inputs[name] = None if is_drawn else _wide(dtype, group.data)
-        of_network[name] = Group(
-            group.fn,
-            sampler=eqx.Partial(_wide_draw, dtype, group.data) if is_drawn else None,
-            select=group.select,
-            sparsity=group.sparsity,
-            at_once=group.data is None,
-            batch_size=sizes.get(name),
-        )
-    read = read_by(jax.tree.leaves((frozen, of_network)))
-    frozen = dataclasses.replace(frozen, read=read)
-    network = GroupNetwork(frozen, of_network, part_size)
-    losses = GroupLosses(
-        {name: group.loss.as_arguments() for name, group in groups.items()},
-        {name: group.weight for name, group in groups.items()},
-        # Examples that are chosen from data by a batch size may be noisy.
-        is_drawn=network.draws and not any(sizes.values()),
-    )
-    # All residuals of a group without data form one example.
-    targets = {
-        name: jax.tree.map(lambda x: x[None], group.targets)
-        if group.data is None
-        else group.targets
-        for name, group in groups.items()
-    }
-    return parameters, network, (inputs, targets, None), losses
-
-
-def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:
-    """Whether the points that a sampler draws may depend on the key. A sampler that calls
-    NumPy's generators draws only while it is compiled."""
-    closed = jax.make_jaxpr(sampler)(jax.random.key(0))
-    (key,) = closed.jaxpr.invars
-    read = [closed.jaxpr.outvars, *(each.invars for each in closed.jaxpr.eqns)]
-    calls_back = bool(closed.effects) or "callback" in str(closed.jaxpr)
-    return calls_back or any(v is key for some in read for v in some)
-
-
-def _wide(dtype: Any, data: PyTree) -> PyTree:
-    """Convert points to at least the parameters' precision, for derivatives with respect
-    to the points."""
-
-    def each(x: Any) -> Any:
-        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if is_float and x.dtype.itemsize < dtype.itemsize else x
-
-    return jax.tree.map(each, data)
-
-
-def _wide_draw(dtype: Any, sampler: Callable[[Array], PyTree], key: Array) -> PyTree:
-    return _wide(dtype, jax.tree.map(jnp.asarray, sampler(key)))
-
-
-def _batch_sizes(
-    groups: GroupsByName, batch_size: Mapping[str, int | None] | int | None
-) -> dict[str, int | None]:
-    """Return the batch size of each group; a number is for all groups with arrays."""
-    if not isinstance(batch_size, Mapping):
-        arrays = lambda g: g.data is not None and not callable(g.data)
-        sizes = {name: batch_size for name, g in groups.items() if arrays(g)}
-    else:
-        sizes = dict(batch_size)
-        if unknown := sorted(set(sizes) - set(groups)):
-            raise ValueError(
-                f"`batch_size` names {', '.join(map(repr, unknown))}, but the groups are "
-                f"{', '.join(map(repr, groups))}."
-            )
-    for name, size in sizes.items():
-        if size is None:
-            continue
-        check_count(f"batch_size[{name!r}]", size)
-        if callable(groups[name].data):
-            raise ValueError(
-                f"The group {name!r} draws its data and sets their number itself: leave "
-                "its `batch_size` out."
-            )
-        if groups[name].data is None:
-            raise ValueError(
-                f"The group {name!r} has no examples: leave its `batch_size` out."
-            )
-        n = jax.tree.leaves(groups[name].data)[0].shape[0]
-        if size > n:
-            raise ValueError(
-                f"The group {name!r} has {n} examples, but its `batch_size` is {size}."
-            )
-    return sizes
 
 
 def refuse_groups(data: Any) -> None:
@@ -425,20 +290,11 @@ def refuse_groups(data: Any) -> None:
         )
 
 
-def _refuse_samplers(groups: GroupsByName) -> None:
-    for name, group in groups.items():
-        if callable(group.data):
-            raise ValueError(
-                f"The group {name!r} draws its data for each step: pass arrays, or train "
-                "by `gnlin.fit`, which alone can draw."
-            )
-
-
 def refuse_for_groups(**options: Any) -> None:
     """Raise `ValueError` if an option that groups do not have was given."""
-    defaults = {"loss": SquaredError(), "state": None, "key": None}
     for name, value in options.items():
-        if not eqx.tree_equal(value, defaults.get(name)):
+        default = SquaredError() if name == "loss" else None
+        if not eqx.tree_equal(value, default):
             hint = {
                 "loss": "each group has its own",
                 "validation": "take figures on other data by `gnlin.callbacks.Measure`",

@@ -188,18 +188,12 @@ def begin(
 def advanced(
     setting: StepSettings,
     objective: AbstractObjective,
-    outputs: Shapes,
     args: Any,
     carry: Carry,
     number: Array,
-    *,
-    is_random: bool,
 ) -> tuple[Carry, dict[str, Array], Bool[Array, ""]]:
     """Make one step. Return the new state, its row of the history, and whether a step was
-    made, which is false if the run has ended.
-
-    - `is_random`: whether outputs of the same examples differ between steps.
-    """
+    made, which is false if the run has ended."""
     solver, fn, has_aux = setting.solver, setting.function(), setting.network.has_state
     evaluate = lambda y: setting.outputs(y, args)
     if setting.streaming:
@@ -211,6 +205,7 @@ def advanced(
         budget, begun = solver.memory_budget, carry.solver_state
         point = solver.next_point(carry.parameters, begun)
         lin, aux = linearised(fn, point, args, has_aux, budget)
+        is_random = setting.is_random(carry.parameters, args)
         with sharded(setting.places):
             y, state = solver.advance(
                 objective, lin, evaluate, begun, same_examples=not is_random
@@ -224,7 +219,7 @@ def advanced(
         assert setting.divergence is not None
         # `loss` belongs to this point, which is not `parameters` if a step was undone.
         point = carry.parameters if state.stride is None else state.stride.point
-        first = Watch.start(objective, watch.y, outputs, loss)
+        first = Watch.start(objective, watch.y, now, loss)
         watch = _tree.where(number == 0, first, watch)
         watch = watch.look(point, loss, setting.divergence)
         y = _tree.where(watch.diverges, watch.y, y)

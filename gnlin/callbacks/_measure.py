@@ -27,9 +27,8 @@ class _Looks(Callback):
         raise NotImplementedError
 
     def on_step(self, run: Run) -> None:
-        if self.every == "step" or (
-            not isinstance(self.every, str) and run.step % self.every == 0
-        ):
+        every = 1 if self.every == "step" else self.every
+        if not isinstance(every, str) and run.step % every == 0:
             self.look(run)
 
     def on_feature_update(self, run: Run) -> None:

@@ -14,8 +14,9 @@ from .._common._checks import check_callable, check_count, first_line, is_own, i
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._subproblem import check_method, choose, Method
 from .._training._data import a_kind_of, as_inputs
+from .._training._group_network import of_groups
 from .._training._model import Frozen, in_single
-from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
+from .._training._residuals import as_groups, Groups, GroupsByName, Residuals
 from .._training._solution import model_and_spec, Solution
 from .._training._step import StepSettings
 from ..filters import PseudoInverse

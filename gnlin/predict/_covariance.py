@@ -23,10 +23,10 @@ from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective, GroupLosses
 from .._linearisation._retraction import flaw_of, Retraction
 from .._training._data import as_batch
-from .._training._group_network import GroupNetwork
-from .._training._model import Frozen, make_network, Network, with_fixed_state
+from .._training._group_network import GroupNetwork, of_groups
+from .._training._model import Frozen, in_inference, make_network, Network
 from .._training._prior import Prior
-from .._training._residuals import as_groups, Groups, GroupsByName, of_groups, Residuals
+from .._training._residuals import as_groups, Groups, GroupsByName, Residuals
 from .._training._solution import model_and_spec, Solution
 from .._training._step import StepSettings
 from ..losses import AbstractLoss, SquaredError
@@ -138,7 +138,7 @@ def covariance(
     losses: AbstractLoss | GroupLosses
     if groups is None:
         if solution is not None:
-            model = with_fixed_state(eqx.nn.inference_mode(model), solution.state)
+            model = in_inference(model, solution.state)
         batch = as_batch(data)
         parameters, network = make_network(model, filter_spec)
         batch = network.args(batch[0], None, None), *batch[1:]

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree, ScalarLike
 
 from .._common._checks import is_whole
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._training._model import with_fixed_state
+from .._training._model import in_inference
 from .._training._solution import model_and_spec, Solution
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
@@ -142,7 +142,7 @@ def posterior(
     trained_with, state = (model.prior, model.state) if is_solution else (None, None)
     model, filter_spec = model_and_spec(model, filter_spec)
     if is_solution:
-        model = with_fixed_state(eqx.nn.inference_mode(model), state)
+        model = in_inference(model, state)
     if trained_with is not None:
         unit = 1.0 if noise is None else noise
         prior = trained_with * unit if prior is None else prior
