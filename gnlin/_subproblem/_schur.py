@@ -51,8 +51,9 @@ class Elimination(NamedTuple):
 def elimination(reads: Sequence[Reads]) -> Elimination | None:
     """Return the cheapest elimination of an array of which each example reads at most one
     row, so that its rows are coupled only through other arrays; `None` if there is no
-    such array."""
-    if not reads:
+    such array, or if groups store entries of an array in rows of different lengths."""
+    rows = {tuple((k, d) for k, _, d in each.arrays) for each in reads}
+    if len(rows) != 1:
         return None
     sizes = [k * d for k, _, d in reads[0].arrays]
     able = [
