@@ -14,6 +14,7 @@ damping, parameters may drift in directions that the data do not determine: give
 """
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,7 +109,7 @@ class Nystrom(AbstractPreconditioner):
         def product(v):
             return ravel_pytree(jacobian.curvature_mv(unravel(v)))[0]
 
-        products = lambda matrix: jacobian.chunked(product, matrix.T).T
+        products = functools.partial(jacobian.chunked, product)
         u, eigenvalues = _nystrom.eigenpairs(products, p, rank, self.seed, dtype)
 
         # Equation (1.3).

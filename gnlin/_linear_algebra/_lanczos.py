@@ -96,16 +96,14 @@ class Basis(eqx.Module):
         self, values: Float[Array, " c"], rotation: Float[Array, "c c"], kept: int
     ) -> "Basis":
         """Restart from the first eigenpairs (Wu and Simon, 2000)."""
-        first = rotation[:, :kept]
-        zeros = jnp.zeros_like
-        return Basis(
-            zeros(self.vectors).at[:kept].set(matmul(first.T, self.vectors)),
-            zeros(self.projected).at[:kept, :kept].set(jnp.diag(values[:kept])),
-            jnp.array(kept),
-            self.following,
-            self.coupling,
-            zeros(self.dropped).at[:kept].set(_norms_in(first, self.dropped)),
-            self.key,
+        first, zeros = rotation[:, :kept], jnp.zeros_like
+        diagonal, norms = jnp.diag(values[:kept]), _norms_in(first, self.dropped)
+        return dataclasses.replace(
+            self,
+            vectors=zeros(self.vectors).at[:kept].set(matmul(first.T, self.vectors)),
+            projected=zeros(self.projected).at[:kept, :kept].set(diagonal),
+            size=jnp.array(kept),
+            dropped=zeros(self.dropped).at[:kept].set(norms),
         )
 
     def reseeded(
@@ -175,7 +173,6 @@ class _State(eqx.Module):
     basis: Basis
     values: Float[Array, " c"]
     rotation: Float[Array, "c c"]
-    residuals: Float[Array, " c"]
     num_products: Int[Array, ""]
     since: Int[Array, ""]  # products since the last random vector
     novel: Bool[Array, ""]  # whether it has found further eigenvalues
@@ -242,7 +239,6 @@ def leading(
             basis,
             values,
             rotation,
-            residuals,
             num_products,
             jnp.where(reseeding, 0, since),
             novel & ~reseeding,
@@ -258,7 +254,6 @@ def leading(
             Basis.of(start, capacity, key),
             jnp.zeros(capacity, start.dtype),
             jnp.zeros((capacity, capacity), start.dtype),
-            jnp.zeros(capacity, start.dtype),
             zero,
             zero,
             novel=jnp.array(True),
@@ -269,7 +264,7 @@ def leading(
     state = forwards_only(state)
     return Leading(
         _unless_rounding(state.values[:k]),
-        state.residuals[:k],
+        state.basis.residuals(state.rotation)[:k],
         state.num_products,
         state.converged,
         matmul(state.rotation[:, :k].T, state.basis.vectors),
