@@ -167,9 +167,7 @@ class EigenvaluesFirst(AbstractFirst):
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         if num_trials > 1 or not needs_accuracy(filter, cost):
             return math.inf
-        if svd_is_cheap(*cost.shape):
-            return math.inf
-        if serves_in_two_stages(cost, filter):
+        if svd_is_cheap(*cost.shape) or serves_in_two_stages(cost, filter):
             return math.inf
         eigenvalues = Eigenvalues.cost(cost, filter, 1) - price_of_squaring(cost, filter)
         singular_values = SingularValues.cost(cost, filter, 1)

@@ -141,7 +141,9 @@ class SchurComplement(AbstractMethod):
         return cls(problem, found.array, curvature, cost.rows)
 
     def largest_curvature(self) -> Scalar:
-        return self.curvature.largest()
+        of_kept = jnp.diagonal(self.curvature.kept)
+        of_eliminated = jnp.diagonal(self.curvature.eliminated, axis1=1, axis2=2)
+        return jnp.maximum(jnp.max(of_kept), jnp.max(of_eliminated))
 
     def solve(self, filter: Filter) -> Answer:
         damping, curvature = self.damping_of(filter), self.curvature
@@ -285,13 +287,6 @@ class _Partitioned(eqx.Module):
         order = jnp.argsort(rank[read])
         coupling, read = _at(order, coupling), read[order]
         return _Partitioned(_dense(kept), eliminated, coupling, read, num_alike[read])
-
-    def largest(self) -> Scalar:
-        """Return the largest entry of the diagonal."""
-        of_kept = jnp.max(jnp.diagonal(self.kept))
-        return jnp.maximum(
-            of_kept, jnp.max(jnp.diagonal(self.eliminated, axis1=1, axis2=2))
-        )
 
     def summed_products(self, rows: _Coupling) -> Float[Array, "q q"]:
         r"""Return $YY^\top$ for $Y$ in the order of `coupling`: a sum over pairs of
