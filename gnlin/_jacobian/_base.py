@@ -87,9 +87,10 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         r"""Return the curvature-vector product $\phi^\top\phi\,v$."""
         return self.rmv(self.mv(vector))
 
-    @abc.abstractmethod
     def a_product(self) -> Passes:
-        """Return the passes that one `mv` and one `rmv` take together."""
+        """Return the passes that one `mv` and one `rmv` take together: by default one
+        each."""
+        return Passes(1, 1)
 
     @property
     def is_at_hand(self) -> bool:

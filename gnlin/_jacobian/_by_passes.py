@@ -42,9 +42,6 @@ class ByPasses(AbstractJacobian):
         (out,) = channels_last(jax.linear_transpose(self._jvp, self.domain.tree))(vector)
         return out
 
-    def a_product(self) -> Passes:
-        return Passes(1, 1)
-
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         if is_by_forward(self.jac, self.shape):
             p = self.domain.size

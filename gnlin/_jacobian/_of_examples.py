@@ -147,9 +147,6 @@ class OfExamples(AbstractJacobian):
 
         return self._sum_of_parts(channels_last(of_part), self.function.part_size)
 
-    def a_product(self) -> Passes:
-        return Passes(1, 1)
-
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         whole = self.function.part_size is None
         if whole and self._is_by_forward():
