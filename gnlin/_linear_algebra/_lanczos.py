@@ -67,8 +67,7 @@ class Basis(eqx.Module):
         projected = self.projected.at[self.size].set(along)
         projected = projected.at[:, self.size].set(along)
         size = _tree.norm(rest)
-        eps = jnp.finfo(rest.dtype).eps
-        spanned = size <= _ROUNDINGS * eps * _tree.norm(image)
+        spanned = size <= _ROUNDINGS * _tree.eps(rest) * _tree.norm(image)
         key, subkey = jax.random.split(self.key)
         following = jax.lax.cond(
             spanned,
@@ -154,8 +153,7 @@ def _random_beside(
 
 def _unless_rounding(eigenvalues: Float[Array, " k"]) -> Float[Array, " k"]:
     """Replace eigenvalues by zero if they are rounding; the first one is the largest."""
-    eps = jnp.finfo(eigenvalues.dtype).eps
-    known = eigenvalues > ZERO_ROUNDINGS * eps * eigenvalues[0]
+    known = eigenvalues > ZERO_ROUNDINGS * _tree.eps(eigenvalues) * eigenvalues[0]
     return jnp.where(known | jnp.isnan(eigenvalues), eigenvalues, 0)
 
 
@@ -198,7 +196,6 @@ def leading(
     """
     k, n = num_pairs, start.size
     kept = k + (capacity - k) // 2
-    eps = jnp.finfo(start.dtype).eps
     tolerance = jnp.asarray(tolerance, start.dtype)
 
     def sweep(state: _State) -> _State:
@@ -221,7 +218,7 @@ def leading(
         since, num_products = state.since + num_new, state.num_products + num_new
 
         # Before a random vector is taken, meet half the tolerance, as it may add error.
-        rounding = ZERO_ROUNDINGS * eps * values[0]
+        rounding = ZERO_ROUNDINGS * _tree.eps(values) * values[0]
         bound = jnp.where(state.novel, tolerance / 2, tolerance) * values[:k]
         met = jnp.all(residuals[:k] <= jnp.maximum(bound, rounding))
         risen = values[:k] - state.values[:k] > tolerance * values[:k] + rounding
