@@ -14,6 +14,7 @@ damping, parameters may drift in directions that the data do not determine: give
 """
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,7 +109,7 @@ class Nystrom(AbstractPreconditioner):
         def product(v):
             return ravel_pytree(jacobian.curvature_mv(unravel(v)))[0]
 
-        products = lambda matrix: jacobian.chunked(product, matrix.T).T
+        products = functools.partial(jacobian.chunked, product)
         u, eigenvalues = _nystrom.eigenpairs(products, p, rank, self.seed, dtype)
 
         # Equation (1.3).
@@ -184,7 +185,7 @@ def _least_part(curvature: Array, damping: ScalarLike) -> Scalar:
     """Return the least eigenvalue of an approximated curvature, relative to the largest.
     Without damping an inverse would enlarge the rounding of a gradient beyond all bounds,
     in directions that no output depends on."""
-    eps = float(jnp.finfo(curvature.dtype).eps)
+    eps = _tree.eps(curvature)
     part = jnp.where(jnp.asarray(damping) > 0, eps, eps ** (2 / 3))
     return part.astype(curvature.dtype)
 
@@ -214,7 +215,7 @@ def inverse_factors(
     size = gram.shape[-1]
     identity = jnp.eye(size, dtype=gram.dtype)
     traces = jnp.trace(gram, axis1=-2, axis2=-1)
-    part = size * jnp.finfo(gram.dtype).eps if part is None else part
+    part = size * _tree.eps(gram) if part is None else part
     shift = jnp.asarray(damping, gram.dtype) + part * traces
     # The shift is zero without damping if no output depends on a block's parameters.
     shift = jnp.where(shift > 0, shift, 1)

@@ -78,7 +78,8 @@ class Eigenpairs(eqx.Module):
         tangent pass each, and zero if w is."""
         if _outputs_are_fewer(self._lin.jacobian):
             return self._vectors.T
-        push = lambda v: self._lin.jacobian.push_forward(self._on_parameters(v))
+        jacobian = self._lin.jacobian
+        push = lambda v: jacobian.push_forward(jacobian.domain.unravel(v))
         pushed = jax.lax.map(push, self._vectors)
         roots = jnp.sqrt(self.eigenvalues)[:, None]
         return _tree.quotient(pushed.astype(roots.dtype), roots).T
@@ -88,7 +89,7 @@ class Eigenpairs(eqx.Module):
         leading axis of length k. With at most as many outputs as parameters they are
         $\phi^\top u/\sqrt w$, which takes a transposed pass each, and zero if w is."""
         if not _outputs_are_fewer(self._lin.jacobian):
-            return jax.vmap(self._on_parameters)(self._vectors)
+            return jax.vmap(self._lin.jacobian.domain.unravel)(self._vectors)
         scaled = _tree.quotient(self._vectors, jnp.sqrt(self.eigenvalues)[:, None])
         return jax.lax.map(self._lin.jacobian.pull_back, scaled)
 
@@ -111,9 +112,6 @@ class Eigenpairs(eqx.Module):
             lift = Partial(lift_singular, unravel, s, self._vectors)
         flat = jacobian.codomain.ravel(residual)
         return Spectrum(self.eigenvalues, flat, project, lift)
-
-    def _on_parameters(self, v: Float[Array, " p"]) -> PyTree[Array]:
-        return self._lin.jacobian.domain.unravel(v)
 
 
 def leading(

@@ -14,7 +14,7 @@ import optimistix as optx
 import pytest
 
 import gnlin
-from gnlin._jacobian import PerExample, PerGroup, Selected
+from gnlin._jacobian import AtOnce, PerExample, PerGroup, Selected
 from gnlin._linearisation._quadratic import Quadratic
 from gnlin._solver import _levenberg_marquardt
 from gnlin._subproblem import _schur, choose
@@ -384,3 +384,14 @@ def test_nonfinite_values_propagate():
         return ready.solve(Tikhonov(1.0)).step
 
     assert np.all(np.isnan(step(model, data)["camera"]))
+
+
+def test_groups_that_store_an_array_in_different_rows():
+    """One group reads whole rows of the points, the other an entry of each."""
+    model = {"camera": jnp.arange(1.0, 3.0)[:, None], "point": jnp.eye(6, 3) + 1}
+    whole = lambda y, _: (y["point"] ** 2).sum(1) * y["camera"][jnp.arange(6) % 2, 0]
+    single = lambda y, _: jnp.sin(y["point"][:, 1])
+    fns = {"whole": whole, "single": single}
+    groups = {k: AtOnce(fn, gnlin.Sparsity(fn, model)) for k, fn in fns.items()}
+    lin = gnlin.linearise(PerGroup(groups), model, dict.fromkeys(groups))
+    assert not SchurComplement.fits(Quadratic(lin.jacobian, lin.outputs), Tikhonov(0.1))

@@ -11,6 +11,7 @@ import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
+from .._common._canonical import of_one_example
 from .._common._passes import Passes
 from .._common._sharding import by_columns, is_sharded
 from .._common._tree import gram_of_columns, matmul, ravel_pytree, Structure
@@ -86,9 +87,10 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         r"""Return the curvature-vector product $\phi^\top\phi\,v$."""
         return self.rmv(self.mv(vector))
 
-    @abc.abstractmethod
     def a_product(self) -> Passes:
-        """Return the passes that one `mv` and one `rmv` take together."""
+        """Return the passes that one `mv` and one `rmv` take together: by default one
+        each."""
+        return Passes(1, 1)
 
     @property
     def is_at_hand(self) -> bool:
@@ -189,9 +191,11 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         """Return the same Jacobian, with its blocks made only after `array`."""
         return self, array
 
-    @abc.abstractmethod
     def block_bytes(self) -> list[int]:
-        """Return the size in bytes of the block of each array of parameters."""
+        """Return the size in bytes of the block of each array of parameters. By default
+        the blocks are rows."""
+        m, _ = self.shape
+        return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
     def bytes_at_once(self) -> int:
         """Return the bytes of blocks that are made even if others are wanted."""
@@ -297,6 +301,14 @@ def _as_matrix(blocks: Sequence[AbstractBlock]) -> Float[Array, "m p"]:
     rows = [block.rows() for block in blocks]
     flat = [x.reshape(x.shape[0], -1) for x in rows if x.size > 0]
     return jnp.concatenate(_tree.promoted(flat), axis=1)
+
+
+def summed_over(of_part: Callable[[PyTree[Array]], Of], parts: PyTree[Array]) -> Of:
+    """Return the sum of a function of each part, one after the other; parts have a
+    leading axis."""
+    zero = _tree.zeros_like(jax.eval_shape(of_part, of_one_example(parts)))
+    add = lambda total, part: (jax.tree.map(jnp.add, total, of_part(part)), None)
+    return jax.lax.scan(add, zero, parts)[0]
 
 
 def multiplied(matrices: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:

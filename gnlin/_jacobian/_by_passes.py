@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
-from .._common import _tree
 from .._common._convolutions import channels_last
 from .._common._cost import num_flops
 from .._common._passes import Passes
 from .._common._tree import on_one_cpu, Structure
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, multiplied
+from ._base import AbstractJacobian, multiplied, summed_over
 from ._block import AbstractBlock, Rows
 from ._cost import Cost
 from ._directions import Direction
@@ -43,9 +42,6 @@ class ByPasses(AbstractJacobian):
         (out,) = channels_last(jax.linear_transpose(self._jvp, self.domain.tree))(vector)
         return out
 
-    def a_product(self) -> Passes:
-        return Passes(1, 1)
-
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         if is_by_forward(self.jac, self.shape):
             p = self.domain.size
@@ -72,10 +68,7 @@ class ByPasses(AbstractJacobian):
             rows = jax.vmap(self.pull_back)(basis.astype(dtype))
             return of_blocks([Rows(x) for x in jax.tree.leaves(rows)])
 
-        add = lambda total, start: jax.tree.map(jnp.add, total, of_part(start))
-        zero = _tree.zeros_like(jax.eval_shape(of_part, 0))
-        starts = jnp.arange(0, m, size)
-        return jax.lax.scan(lambda *x: (add(*x), None), zero, starts)[0]
+        return summed_over(of_part, jnp.arange(0, m, size))
 
     def at_hand(self) -> AtHand:
         return AtHand.of(self, self.blocks())
@@ -88,10 +81,6 @@ class ByPasses(AbstractJacobian):
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "ByPasses":
         jvp = Partial(_transformed, matrices, self._jvp)
         return dataclasses.replace(self, codomain=codomain, _jvp=jvp)
-
-    def block_bytes(self) -> list[int]:
-        m, _ = self.shape
-        return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
     def bytes_at_once(self) -> int:
         return sum(self.block_bytes())  # every pass makes a part of all blocks

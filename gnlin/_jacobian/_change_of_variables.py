@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from .._common import _tree
 from .._common._passes import Passes
 from .._common._tree import einsum
 from ._at_hand import AtHand
@@ -84,10 +85,7 @@ class ChangeOfVariables(AbstractJacobian):
         return self.of(self.inner.transformed(matrices, codomain), self.change)
 
     def block_bytes(self) -> list[int]:
-        if self.is_sparse:
-            return self.inner.block_bytes()
-        m, _ = self.shape
-        return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
+        return self.inner.block_bytes() if self.is_sparse else super().block_bytes()
 
     def bytes_at_once(self) -> int:
         return self.inner.bytes_at_once()
@@ -101,7 +99,6 @@ class ChangeOfVariables(AbstractJacobian):
             gram=self._gram_passes(cost.rows),
             gram_operations=2.0 * float(m) ** 2 * p,
             num_bytes=m * self.domain.nbytes,  # blocks are dense after the change
-            memory_budget=self.memory_budget,
         )
 
 
@@ -187,7 +184,7 @@ def _retracted_block(
     # An entry that is rounding, such as by a rotation of a point on its axis, is set to
     # zero. A column of them would be solved for like any other, or be scaled up.
     turned, terms = product(rows, matrix), product(jnp.abs(rows), jnp.abs(matrix))
-    least = _ROUNDINGS * float(jnp.finfo(turned.dtype).eps) * terms
+    least = _ROUNDINGS * _tree.eps(turned) * terms
     rounding = jnp.where(jnp.abs(turned) <= least, turned, 0)
     turned -= jax.lax.stop_gradient(rounding)
     return Rows(turned.reshape(whole.shape).astype(rows.dtype))

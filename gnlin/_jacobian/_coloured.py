@@ -146,20 +146,15 @@ class Sparsity(eqx.Module):
                 f'`gnlin.Sparsity(..., jac="{passes.jac}")`.'
             )
 
-        def of_columns(seed):
-            return passes.push_forward(domain.unravel(seed))
-
-        def of_rows(seed):
-            return ravel_pytree(passes.pull_back(seed))[0]
-
+        if self.by_columns:
+            of_seed = lambda seed: passes.push_forward(domain.unravel(seed))
+            dtype, taken = domain.dtype, Passes(jvps=self.num_colors)
+        else:
+            of_seed = lambda seed: ravel_pytree(passes.pull_back(seed))[0]
+            dtype, taken = codomain.dtype, Passes(vjps=self.num_colors)
         each_color = jnp.arange(self.num_colors, dtype=self.colors.dtype)
         seeds = self.colors[None] == each_color[:, None]
-        if self.by_columns:
-            found = passes.chunked(of_columns, seeds.astype(domain.dtype))
-            taken = Passes(jvps=self.num_colors)
-        else:
-            found = passes.chunked(of_rows, seeds.astype(codomain.dtype))
-            taken = Passes(vjps=self.num_colors)
+        found = passes.chunked(of_seed, seeds.astype(dtype))
         # `places` is -1 for zeros, so they read this last entry.
         found = jnp.append(found.ravel(), jnp.zeros(1, found.dtype))
         leaves = zip(self.index, self.places, domain.leaves, strict=True)

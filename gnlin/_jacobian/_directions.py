@@ -16,9 +16,8 @@ Direction = Literal["fwd", "bwd"]
 
 # JAX's own primitives can be transposed, except `while` loops, and linear solves that
 # were given no transposed solve.
-_IN_DOUBT = primitives.while_p, primitives.linear_solve_p
 _TRANSPOSED = {p for p in vars(primitives).values() if isinstance(p, Primitive)}
-_TRANSPOSED -= set(_IN_DOUBT)
+_TRANSPOSED -= {primitives.while_p, primitives.linear_solve_p}
 
 
 def only_direction(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._common import _tree
 from .._common._canonical import of_one_example
 from .._common._checks import check_count
 from .._common._convolutions import channels_last
@@ -20,7 +19,7 @@ from .._common._sharding import is_sharded
 from .._common._tree import ravel_pytree, Structure
 from . import _program
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Of
+from ._base import AbstractJacobian, Of, summed_over
 from ._block import AbstractBlock, Rows
 from ._by_passes import ByPasses, is_by_forward
 from ._cost import Cost
@@ -148,9 +147,6 @@ class OfExamples(AbstractJacobian):
 
         return self._sum_of_parts(channels_last(of_part), self.function.part_size)
 
-    def a_product(self) -> Passes:
-        return Passes(1, 1)
-
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         whole = self.function.part_size is None
         if whole and self._is_by_forward():
@@ -178,7 +174,7 @@ class OfExamples(AbstractJacobian):
                 part.reshape(part.shape[0] * part.shape[1], *rows.shape[2:])
                 for part in jnp.split(rows, ends, axis=1)
             ]
-            return Rows(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+            return Rows(jnp.concatenate(parts))
 
         return [x if isinstance(x, Layer) else stacked(x) for x in found]
 
@@ -202,11 +198,8 @@ class OfExamples(AbstractJacobian):
         if size >= self._num_examples():
             return of_part(self._args)
         parts, whole, last = _divided(self._args, size)
-        zero = _tree.zeros_like(jax.eval_shape(of_part, self._args))
-        add = lambda total, args: jax.tree.map(jnp.add, total, of_part(args))
-        step = lambda total, part: (add(total, whole(part)), None)
-        total, _ = jax.lax.scan(step, zero, parts)
-        return total if last is None else add(total, last)
+        total = summed_over(lambda part: of_part(whole(part)), parts)
+        return total if last is None else jax.tree.map(jnp.add, total, of_part(last))
 
     def at_hand(self) -> AtHand:
         return AtHand.of(self, self.blocks())
@@ -230,7 +223,6 @@ class OfExamples(AbstractJacobian):
             gram_operations=2 * multiplications,
             num_bytes=sum(self.block_bytes()),
             in_parts=True,
-            memory_budget=self.memory_budget,
         )
 
     @property

@@ -74,6 +74,6 @@ def _divided_differences(filter: Function, w: Float[Array, " k"]) -> Float[Array
     eps^(1/3), use the mean of both derivatives: its error d^2 is below eps / d."""
     g, slope = jax.jvp(filter, (w,), (jnp.ones_like(w),))
     gap, size = w[:, None] - w[None], jnp.maximum(w[:, None], w[None])
-    near = jnp.abs(gap) <= float(jnp.finfo(w.dtype).eps) ** (1 / 3) * size
+    near = jnp.abs(gap) <= _tree.eps(w) ** (1 / 3) * size
     mean = 0.5 * (slope[:, None] + slope[None])
     return jnp.where(near, mean, (g[:, None] - g[None]) / jnp.where(near, 1, gap))

@@ -67,8 +67,7 @@ class Basis(eqx.Module):
         projected = self.projected.at[self.size].set(along)
         projected = projected.at[:, self.size].set(along)
         size = _tree.norm(rest)
-        eps = jnp.finfo(rest.dtype).eps
-        spanned = size <= _ROUNDINGS * eps * _tree.norm(image)
+        spanned = size <= _ROUNDINGS * _tree.eps(rest) * _tree.norm(image)
         key, subkey = jax.random.split(self.key)
         following = jax.lax.cond(
             spanned,
@@ -96,16 +95,14 @@ class Basis(eqx.Module):
         self, values: Float[Array, " c"], rotation: Float[Array, "c c"], kept: int
     ) -> "Basis":
         """Restart from the first eigenpairs (Wu and Simon, 2000)."""
-        first = rotation[:, :kept]
-        zeros = jnp.zeros_like
-        return Basis(
-            zeros(self.vectors).at[:kept].set(matmul(first.T, self.vectors)),
-            zeros(self.projected).at[:kept, :kept].set(jnp.diag(values[:kept])),
-            jnp.array(kept),
-            self.following,
-            self.coupling,
-            zeros(self.dropped).at[:kept].set(_norms_in(first, self.dropped)),
-            self.key,
+        first, zeros = rotation[:, :kept], jnp.zeros_like
+        diagonal, norms = jnp.diag(values[:kept]), _norms_in(first, self.dropped)
+        return dataclasses.replace(
+            self,
+            vectors=zeros(self.vectors).at[:kept].set(matmul(first.T, self.vectors)),
+            projected=zeros(self.projected).at[:kept, :kept].set(diagonal),
+            size=jnp.array(kept),
+            dropped=zeros(self.dropped).at[:kept].set(norms),
         )
 
     def reseeded(
@@ -156,8 +153,7 @@ def _random_beside(
 
 def _unless_rounding(eigenvalues: Float[Array, " k"]) -> Float[Array, " k"]:
     """Replace eigenvalues by zero if they are rounding; the first one is the largest."""
-    eps = jnp.finfo(eigenvalues.dtype).eps
-    known = eigenvalues > ZERO_ROUNDINGS * eps * eigenvalues[0]
+    known = eigenvalues > ZERO_ROUNDINGS * _tree.eps(eigenvalues) * eigenvalues[0]
     return jnp.where(known | jnp.isnan(eigenvalues), eigenvalues, 0)
 
 
@@ -175,7 +171,6 @@ class _State(eqx.Module):
     basis: Basis
     values: Float[Array, " c"]
     rotation: Float[Array, "c c"]
-    residuals: Float[Array, " c"]
     num_products: Int[Array, ""]
     since: Int[Array, ""]  # products since the last random vector
     novel: Bool[Array, ""]  # whether it has found further eigenvalues
@@ -201,7 +196,6 @@ def leading(
     """
     k, n = num_pairs, start.size
     kept = k + (capacity - k) // 2
-    eps = jnp.finfo(start.dtype).eps
     tolerance = jnp.asarray(tolerance, start.dtype)
 
     def sweep(state: _State) -> _State:
@@ -224,7 +218,7 @@ def leading(
         since, num_products = state.since + num_new, state.num_products + num_new
 
         # Before a random vector is taken, meet half the tolerance, as it may add error.
-        rounding = ZERO_ROUNDINGS * eps * values[0]
+        rounding = ZERO_ROUNDINGS * _tree.eps(values) * values[0]
         bound = jnp.where(state.novel, tolerance / 2, tolerance) * values[:k]
         met = jnp.all(residuals[:k] <= jnp.maximum(bound, rounding))
         risen = values[:k] - state.values[:k] > tolerance * values[:k] + rounding
@@ -242,7 +236,6 @@ def leading(
             basis,
             values,
             rotation,
-            residuals,
             num_products,
             jnp.where(reseeding, 0, since),
             novel & ~reseeding,
@@ -258,7 +251,6 @@ def leading(
             Basis.of(start, capacity, key),
             jnp.zeros(capacity, start.dtype),
             jnp.zeros((capacity, capacity), start.dtype),
-            jnp.zeros(capacity, start.dtype),
             zero,
             zero,
             novel=jnp.array(True),
@@ -269,7 +261,7 @@ def leading(
     state = forwards_only(state)
     return Leading(
         _unless_rounding(state.values[:k]),
-        state.residuals[:k],
+        state.basis.residuals(state.rotation)[:k],
         state.num_products,
         state.converged,
         matmul(state.rotation[:, :k].T, state.basis.vectors),

@@ -21,12 +21,13 @@ from . import _lapack
 
 
 Matrix = Float[Array, "n l"]
+Rows = Float[Array, "l n"]
 
 
 def shifted(probes: Matrix, sketch: Matrix, times: float) -> tuple[Matrix, Scalar]:
     r"""Return $(A + \nu I)\Omega$ and $\nu$ for the sketch $A\Omega$, with $\nu$ equal to
     `times` the sketch's rounding, so that $A + \nu I$ is positive definite."""
-    shift = times * float(jnp.finfo(sketch.dtype).eps) * _tree.norm(sketch)
+    shift = times * _tree.eps(sketch) * _tree.norm(sketch)
     shift = jnp.where(shift > 0, shift, 1)
     return sketch + shift * probes, shift
 
@@ -43,7 +44,7 @@ def halved(factor: Float[Array, "l l"], matrix: Matrix) -> Matrix:
 
 
 def eigenpairs(
-    products: Callable[[Matrix], Matrix], size: int, rank: int, seed: int, dtype: Any
+    products: Callable[[Rows], Rows], size: int, rank: int, seed: int, dtype: Any
 ) -> tuple[Matrix, Float[Array, " l"]]:
     r"""Return orthonormal $U$ and descending $w$ with $\hat A = U\,\mathrm{diag}(w)\,
     U^\top$. The eigenvalues have an error of about eps times the largest, and those that
@@ -52,15 +53,15 @@ def eigenpairs(
     Z. Frangella, J. A. Tropp and M. Udell, *Randomized Nyström preconditioning*, SIAM J.
     Matrix Anal. Appl. 44 (2023), Algorithm 2.1.
 
-    - `products`: multiplies a matrix by $A$, which is `size` x `size`.
+    - `products`: multiplies each row of a matrix by $A$, which is `size` x `size`.
     - `seed`: the seed of the probes.
     """
     probes = jax.random.normal(jax.random.key(seed), (size, rank), dtype)
     probes, _ = jnp.linalg.qr(probes)
-    sketch, shift = shifted(probes, products(probes), size**0.5)
+    sketch, shift = shifted(probes, products(probes.T).T, size**0.5)
     vectors, s, _ = _lapack.svd(halved(core_factor(probes, sketch), sketch))
     excess = s**2 - shift
-    least = rank * float(jnp.finfo(dtype).eps) * shift
+    least = rank * _tree.eps(sketch) * shift
     return vectors, jnp.where(excess > least, excess, 0)
 
 

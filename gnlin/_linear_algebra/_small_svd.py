@@ -172,7 +172,7 @@ def _rotated(
     whether any pair has changed."""
     a, b = jnp.sqrt(_dot(left, left, m)), jnp.sqrt(_dot(right, right, m))
     c = _dot(left, right, m)
-    oblique = jnp.abs(c) > m * float(jnp.finfo(c.dtype).eps) * a * b
+    oblique = jnp.abs(c) > m * _tree.eps(c) * a * b
     # The cotangent of twice the angle; the tangent of the angle, at most 45 degrees.
     cotangent = (b - a) * (b + a) / jnp.where(oblique, 2 * c, 1)
     sign = jnp.where(cotangent < 0, -1, 1).astype(c.dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from equinox import AbstractVar
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -120,7 +120,7 @@ class AbstractSubproblem(eqx.Module):
         """Return a damping so small that it has no effect in this precision, at a point
         of this norm in the damped variables."""
         largest = self.largest_curvature()
-        return largest * float(jnp.finfo(largest.dtype).eps) ** _LEAST_POWER
+        return largest * _tree.eps(largest) ** _LEAST_POWER
 
     def attainable_decrease(self, least: Scalar) -> Scalar:
         """Return the predicted decrease of the undamped step, |U^T r|^2 / 2 over the
@@ -337,15 +337,20 @@ def unless_endless(
         return limit() if np.isinf(length) else otherwise(length)
     endless = jnp.isinf(length)
     finite = jnp.where(endless, 1, jnp.asarray(length, float))
+    return either(endless, limit, lambda: otherwise(finite))
 
-    def parts(answer: Answer):
+
+def either(
+    condition: Bool[Array, ""], this: Callable[[], Answer], that: Callable[[], Answer]
+) -> Answer:
+    """Compute one of two answers, without its decrease and its damped norm."""
+
+    def carried(answer: Answer) -> Answer:
         num_inner_steps = jnp.asarray(answer.num_inner_steps, float)
-        return answer.step, num_inner_steps, answer.passes.traced(), answer.result
+        passes = answer.passes.traced()
+        return Answer(answer.step, num_inner_steps, passes, result=answer.result)
 
-    step, num_inner_steps, passes, result = jax.lax.cond(
-        endless, lambda: parts(limit()), lambda: parts(otherwise(finite))
-    )
-    return Answer(step, num_inner_steps, passes, result=result)
+    return jax.lax.cond(condition, lambda: carried(this()), lambda: carried(that()))
 
 
 def does_not_serve(way: type[AbstractWay], filter: Filter) -> ValueError:

@@ -191,20 +191,16 @@ def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scala
     return unit * jnp.sqrt(size) * jnp.sqrt(jnp.where(squared < 0, 0, squared))
 
 
-class OnParameters(AbstractMethod, AbstractByCholesky):
+class OnParameters(AbstractByCholesky, AbstractMethod):
     r"""The step $-(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$ by a Cholesky
     factorisation."""
 
     method: ClassVar[str] = "curvature"
 
     def __init__(self, problem: Quadratic, matrix: Float[Array, "p p"], passes: Passes):
-        super().__init__(problem, passes)
+        AbstractMethod.__init__(self, problem, passes)
         self.matrix = matrix.astype(_tree.dtype((matrix, self._gradient)))
         self.factor = None
-
-    def largest_curvature(self) -> Scalar:
-        # That of `AbstractMethod` would come first, and is not as close.
-        return AbstractByCholesky.largest_curvature(self)
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 from equinox import AbstractVar
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, PyTree, Scalar
@@ -21,6 +20,7 @@ from ._base import (
     AbstractSubproblem,
     AbstractWay,
     Answer,
+    either,
     InexactTikhonov,
     needs_accuracy,
     price_of_squaring,
@@ -87,14 +87,11 @@ class AbstractFirst(AbstractWrapper, AbstractWay):
         def otherwise():
             direct = self.directly()
             answer = direct.solve(filter)
-            taken = tried.passes + direct.passes + answer.passes
-            return answer.step, taken.traced(), answer.result
+            passes = tried.passes + direct.passes + answer.passes
+            num_inner_steps = tried.num_inner_steps
+            return Answer(answer.step, num_inner_steps, passes, result=answer.result)
 
-        def there():
-            return tried.step, tried.passes.traced(), tried.result
-
-        step, passes, result = jax.lax.cond(arrived, there, otherwise)
-        return Answer(step, tried.num_inner_steps, passes, result=result)
+        return either(arrived, lambda: tried, otherwise)
 
 
 class ProductsFirst(AbstractFirst):
@@ -170,9 +167,7 @@ class EigenvaluesFirst(AbstractFirst):
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         if num_trials > 1 or not needs_accuracy(filter, cost):
             return math.inf
-        if svd_is_cheap(*cost.shape):
-            return math.inf
-        if serves_in_two_stages(cost, filter):
+        if svd_is_cheap(*cost.shape) or serves_in_two_stages(cost, filter):
             return math.inf
         eigenvalues = Eigenvalues.cost(cost, filter, 1) - price_of_squaring(cost, filter)
         singular_values = SingularValues.cost(cost, filter, 1)

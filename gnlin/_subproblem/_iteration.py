@@ -62,7 +62,7 @@ class AbstractIteration(AbstractMethod):
     def least_damping(self, size: ScalarLike = 1.0) -> Scalar:
         # Products round the curvature to eps times the largest.
         largest = self.largest_curvature()
-        return largest * float(jnp.finfo(largest.dtype).eps)
+        return largest * _tree.eps(largest)
 
     @abc.abstractmethod
     def exactly(self) -> float:

@@ -82,8 +82,7 @@ class MatrixFree(AbstractIteration):
         r"""Solve $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$ by conjugate
         gradients, until the linear residual is at most `tolerance` times the gradient
         (2-norms), or as small as the precision allows."""
-        settings = tolerance, damping, max_steps
-        return self.attempt(*settings, is_damped=is_damped)[0]
+        return self.attempt(tolerance, damping, max_steps, is_damped=is_damped)[0]
 
     def attempt(
         self, tolerance, damping, max_steps=None, *, is_damped=False

@@ -1,6 +1,7 @@
 """Damped problems with a low-rank kernel, approximated from random products."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import equinox as eqx
@@ -102,9 +103,7 @@ class OfLowRank(AbstractMethod):
         def product(u: Float[Array, " m"]) -> Float[Array, " m"]:
             return jacobian.push_forward(jacobian.pull_back(u))
 
-        def products(matrix: Float[Array, "m l"]) -> Float[Array, "m l"]:
-            return jacobian.chunked(product, matrix.T).T
-
+        products = functools.partial(jacobian.chunked, product)
         dtype = jacobian.codomain.dtype
         vectors, eigenvalues = _nystrom.eigenpairs(
             products, m, rank, approximation.seed, dtype

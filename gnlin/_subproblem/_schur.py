@@ -14,8 +14,8 @@ from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_sharded
-from .._common._tree import einsum
-from .._jacobian import AbstractJacobian, Cost, Reads
+from .._common._tree import einsum, ravel_pytree, Structure, summed
+from .._jacobian import AbstractJacobian, Cost, Gathered, Reads
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
@@ -51,8 +51,9 @@ class Elimination(NamedTuple):
 def elimination(reads: Sequence[Reads]) -> Elimination | None:
     """Return the cheapest elimination of an array of which each example reads at most one
     row, so that its rows are coupled only through other arrays; `None` if there is no
-    such array."""
-    if not reads:
+    such array, or if groups store entries of an array in rows of different lengths."""
+    rows = {tuple((k, d) for k, _, d in each.arrays) for each in reads}
+    if len(rows) != 1:
         return None
     sizes = [k * d for k, _, d in reads[0].arrays]
     able = [
@@ -140,119 +141,95 @@ class SchurComplement(AbstractMethod):
         return cls(problem, found.array, curvature, cost.rows)
 
     def largest_curvature(self) -> Scalar:
-        return self.curvature.largest()
+        of_kept = jnp.diagonal(self.curvature.kept)
+        of_eliminated = jnp.diagonal(self.curvature.eliminated, axis1=1, axis2=2)
+        return jnp.maximum(jnp.max(of_kept), jnp.max(of_eliminated))
 
     def solve(self, filter: Filter) -> Answer:
         damping, curvature = self.damping_of(filter), self.curvature
         domain = self.problem.jacobian.domain
         leaves = [x.astype(domain.dtype) for x in jax.tree.leaves(self._gradient)]
-        g_2 = leaves.pop(self.array).reshape(curvature.eliminated.shape[:2])
+        shape = curvature.eliminated.shape[:2]
+        g_2 = leaves.pop(self.array).reshape(shape)
         g_1 = jnp.concatenate([x.ravel() for x in leaves])
 
         inverse = inverse_factors(curvature.eliminated, damping)  # V = L L^T
-        halved = curvature.coupling.times(inverse[curvature.read].swapaxes(1, 2))
+        transposed = inverse[curvature.read].swapaxes(1, 2)
+        halved = [_times(block, transposed) for block in curvature.coupling]
         half = einsum("kij,kj->ki", inverse, g_2)
-        right = halved.onto(curvature.shapes, half[curvature.read]) - g_1
+        of_examples = half[curvature.read].ravel()
+        right = jnp.concatenate([x.pull_back(of_examples).ravel() for x in halved]) - g_1
         complement = curvature.kept - curvature.summed_products(halved)
         complement, right = _tree.promoted((complement, right))
         delta_1, result = Factorised.of(complement, damping).solve(right)
-        pulled = halved.by(curvature.shapes, delta_1)
-        pulled = jnp.zeros_like(half).at[curvature.read].add(pulled)
-        delta_2 = -einsum("kji,kj->ki", inverse, half + pulled)
-
-        shapes = [x.size for k, x in enumerate(domain.leaves) if k != self.array]
-        ends = [sum(shapes[: k + 1]) for k in range(len(shapes) - 1)]
-        found = jnp.split(delta_1, ends)
-        found.insert(self.array, delta_2.ravel())
-        return Answer(domain.unravel(jnp.concatenate(found)), result=result)
+        found = Structure.of(leaves).unravel(delta_1)
+        of_examples = summed(map(Gathered.push_forward, halved, found))
+        of_examples = of_examples.reshape(-1, shape[1])
+        half = half.at[curvature.read].add(of_examples)
+        delta_2 = -einsum("kji,kj->ki", inverse, half)
+        found.insert(self.array, delta_2)
+        return Answer(domain.unravel(ravel_pytree(found)[0]), result=result)
 
 
-class _Rows(eqx.Module):
-    """A q x r matrix for each of n examples, of the q kept parameters. Of each kept array
-    of d columns only the s rows that the example reads are stored, and their indices."""
-
-    values: list[Float[Array, "n _ _ r"]]
-    index: list[Int[Array, "n _"]]
-
-    def at(self, examples: Int[Array, " w"]) -> "_Rows":
-        return jax.tree.map(lambda x: x[examples], self)
-
-    def weighted(self, weights: Float[Array, " n"]) -> "_Rows":
-        """Multiply each example's matrix by a weight."""
-        values = [weights[:, None, None, None] * x for x in self.values]
-        return _Rows(values, self.index)
-
-    def reading(self, nums: Sequence[int]) -> "_Rows":
-        """Pad each array with zeros to the given number of rows."""
-        pads = [n - x.shape[1] for n, x in zip(nums, self.index, strict=True)]
-
-        def padded(x, num):
-            return jnp.pad(x, [(0, 0), (0, num)] + [(0, 0)] * (x.ndim - 2))
-
-        values, index = (
-            list(map(padded, each, pads)) for each in (self.values, self.index)
-        )
-        return _Rows(values, index)
-
-    def times(self, matrices: Float[Array, "n r t"]) -> "_Rows":
-        values = [einsum("nsdr,nrt->nsdt", x, matrices) for x in self.values]
-        return _Rows(values, self.index)
-
-    def onto(self, shapes: "_Shapes", x: Float[Array, "n r"]) -> Float[Array, " q"]:
-        """Return the sum over examples of their products with vectors."""
-        parts = [
-            jnp.zeros(shape, x.dtype).at[rows].add(einsum("nsdr,nr->nsd", values, x))
-            for shape, values, rows in zip(shapes, self.values, self.index, strict=True)
-        ]
-        return jnp.concatenate([part.ravel() for part in parts])
-
-    def by(self, shapes: "_Shapes", x: Float[Array, " q"]) -> Float[Array, "n r"]:
-        """Return each example's transposed product with a vector."""
-        products, start = [], 0
-        for shape, values, rows in zip(shapes, self.values, self.index, strict=True):
-            part = x[start : start + math.prod(shape)].reshape(shape)
-            products.append(einsum("nsdr,nsd->nr", values, part[rows]))
-            start += math.prod(shape)
-        return sum(products[1:], products[0])
-
-
-_Shapes = tuple[tuple[int, int], ...]
-"""Rows and columns of each kept array."""
+_Coupling = Sequence[Gathered]
+"""A q x r matrix for each of n examples, of the q kept parameters: its r columns as the
+rows of one block for each kept array."""
 
 _Blocks = list[list[Float[Array, "_ _ _ _"]]]
 """A q x q matrix in blocks, one for each two arrays, by their rows, then columns."""
 
 
-def _no_blocks(shapes: _Shapes, dtype: jnp.dtype) -> _Blocks:
+def _times(block: Gathered, matrices: Float[Array, "n r t"]) -> Gathered:
+    """Multiply each example's matrix by another one from the right."""
+    return _with_values(block, einsum("nrsd,nrt->ntsd", block.values, matrices))
+
+
+def _with_values(block: Gathered, values: Float[Array, "n r s d"]) -> Gathered:
+    return Gathered(values, block.index, block.shape)
+
+
+def _at(examples: Int[Array, " w"], coupling: _Coupling) -> _Coupling:
+    return jax.tree.map(lambda x: x[examples], coupling)
+
+
+def _padded(block: Gathered, num_read: int) -> Gathered:
+    """Add rows of zeros up to a number of rows that each example reads."""
+    more = (0, num_read - block.index.shape[1])
+    values = jnp.pad(block.values, [(0, 0), (0, 0), more, (0, 0)])
+    return Gathered(values, jnp.pad(block.index, [(0, 0), more]), block.shape)
+
+
+def _no_blocks(like: _Coupling, dtype: jnp.dtype) -> _Blocks:
     def zeros(one, other):
-        return jnp.zeros((one[0], other[0], one[1], other[1]), dtype)
+        (k, _, d), (j, _, e) = one.reads, other.reads
+        return jnp.zeros((k, j, d, e), dtype)
 
-    return [[zeros(one, other) for other in shapes] for one in shapes]
+    return [[zeros(one, other) for other in like] for one in like]
 
 
-def _with_products(total: _Blocks, these: _Rows, those: _Rows) -> _Blocks:
+def _with_products(total: _Blocks, these: _Coupling, those: _Coupling) -> _Blocks:
     """Add the products of each example's two matrices, the second transposed."""
 
-    def added(block, i, j):
-        products = _outer(these.values[i], those.values[j])
-        rows, columns = these.index[i][:, :, None], those.index[j][:, None, :]
-        return block.at[rows, columns].add(products)
+    def added(block, one, other):
+        products = _outer(one.values, other.values)
+        return block.at[one.index[:, :, None], other.index[:, None, :]].add(products)
 
     return [
-        [added(block, i, j) for j, block in enumerate(line)]
-        for i, line in enumerate(total)
+        [added(block, one, other) for block, other in zip(line, those, strict=True)]
+        for line, one in zip(total, these, strict=True)
     ]
 
 
 def _outer(
-    these: Float[Array, "n a d r"], those: Float[Array, "n b e r"]
+    these: Float[Array, "n r a d"], those: Float[Array, "n r b e"]
 ) -> Float[Array, "n a b d e"]:
     """Multiply many matrices by transposes of others. With few columns the products are
     sums over columns: on a CPU, inside a loop, XLA's own take several times as long."""
-    if these.shape[-1] > _FEW_COLUMNS:
-        return einsum("nadr,nber->nabde", these, those)
-    these, those = these[:, :, None, :, None], those[:, None, :, None, :]
-    first, *others = (these[..., k] * those[..., k] for k in range(these.shape[-1]))
+    num_columns = these.shape[1]
+    if num_columns > _FEW_COLUMNS:
+        return einsum("nrad,nrbe->nabde", these, those)
+    these, those = these[:, :, :, None, :, None], those[:, :, None, :, None, :]
+    first, *others = (these[:, k] * those[:, k] for k in range(num_columns))
     return sum(others, first)
 
 
@@ -273,59 +250,45 @@ class _Partitioned(eqx.Module):
         adjacent; the rows that most examples read come first.
     - `read`: the eliminated row that each example reads.
     - `num_alike`: the number of examples that read this row.
-    - `shapes`: the shapes of the kept arrays.
     """
 
     kept: Float[Array, "q q"]
     eliminated: Float[Array, "k d d"]
-    coupling: _Rows
+    coupling: _Coupling
     read: Int[Array, " n"]
     num_alike: Int[Array, " n"]
-    shapes: _Shapes = eqx.field(static=True)
 
     @staticmethod
     def of(jacobian: AbstractJacobian, array: int) -> "_Partitioned":
         dtype, reads = jacobian.domain.dtype, jacobian.reads()
         num_blocks, _, size = reads[0].arrays[array]
-        others = [k for k, x in enumerate(jacobian.domain.leaves) if x.size > 0]
-        others.remove(array)
-        shapes = tuple((k, d) for k, _, d in (reads[0].arrays[i] for i in others))
+        others = [k for k in range(len(reads[0].arrays)) if k != array]
         most = [max(each.arrays[k][1] for each in reads) for k in others]
-        blocks = [parts_of(block) for block in jacobian.blocks()]
 
-        kept = _no_blocks(shapes, dtype)
         eliminated = jnp.zeros((num_blocks, size, size), dtype)
+        groups = list(zip(*map(parts_of, jacobian.blocks()), strict=True))
+        kept = _no_blocks([groups[0][k] for k in others], dtype)
         couplings, read = [], []
-        for group in range(len(reads)):
-            of_group = [blocks[k][group] for k in others]
-            values = [x.values.astype(dtype).transpose(0, 2, 3, 1) for x in of_group]
-            rows = _Rows(values, [x.index for x in of_group])
+        for group in groups:
+            rows = [_with_values(x, x.values.astype(dtype)) for x in group]
+            own = rows.pop(array)
             kept = _with_products(kept, rows, rows)
-            own = blocks[array][group]
             if own.index.shape[1] == 1:
-                row, values = own.index[:, 0], own.values[:, :, 0].astype(dtype)
+                row, values = own.index[:, 0], own.values[:, :, 0]
                 squares = einsum("nci,ncj->nij", values, values)
                 eliminated = eliminated.at[row].add(squares)
-                couplings.append(rows.times(values).reading(most))
+                pairs = zip(rows, most, strict=True)
+                couplings.append([_padded(_times(x, values), num) for x, num in pairs])
                 read.append(row.astype(int))
         coupling = jax.tree.map(lambda *x: jnp.concatenate(x), *couplings)
         read = jnp.concatenate(read)
         num_alike = jnp.zeros(num_blocks, read.dtype).at[read].add(1)
         rank = jnp.argsort(jnp.argsort(-num_alike))
         order = jnp.argsort(rank[read])
-        read = read[order]
-        return _Partitioned(
-            _dense(kept), eliminated, coupling.at(order), read, num_alike[read], shapes
-        )
+        coupling, read = _at(order, coupling), read[order]
+        return _Partitioned(_dense(kept), eliminated, coupling, read, num_alike[read])
 
-    def largest(self) -> Scalar:
-        """Return the largest entry of the diagonal."""
-        of_kept = jnp.max(jnp.diagonal(self.kept))
-        return jnp.maximum(
-            of_kept, jnp.max(jnp.diagonal(self.eliminated, axis1=1, axis2=2))
-        )
-
-    def summed_products(self, rows: _Rows) -> Float[Array, "q q"]:
+    def summed_products(self, rows: _Coupling) -> Float[Array, "q q"]:
         r"""Return $YY^\top$ for $Y$ in the order of `coupling`: a sum over pairs of
         examples that read the same row, first of those 0 places apart, then 1, 2, ..."""
         n = self.read.size
@@ -340,8 +303,9 @@ class _Partitioned(eqx.Module):
             alike = within & (self.read[first] == self.read[second])
             # The transpose is added below; an example's product with itself counts half.
             weight = jnp.where(alike, jnp.where(distance == 0, 0.5, 1), 0)
-            these = rows.at(first).weighted(weight.astype(self.kept.dtype))
-            total = _with_products(total, these, rows.at(second))
+            weight = weight.astype(self.kept.dtype)[:, None, None, None]
+            these = [_with_values(x, weight * x.values) for x in _at(first, rows)]
+            total = _with_products(total, these, _at(second, rows))
             num_left = jnp.count_nonzero(self.num_alike > distance)
             start = start + window
             done = start >= num_left.astype(start.dtype)
@@ -352,6 +316,6 @@ class _Partitioned(eqx.Module):
             return carry[0] < self.num_alike[0]
 
         zero = jnp.zeros((), self.read.dtype)
-        nothing = zero, zero, _no_blocks(self.shapes, self.kept.dtype)
+        nothing = zero, zero, _no_blocks(rows, self.kept.dtype)
         half = _dense(jax.lax.while_loop(is_left, with_window, nothing)[2])
         return half + half.T
