@@ -834,6 +834,16 @@ def test_a_decrease_far_from_the_minimum(loss, before, after, target, expected):
     np.testing.assert_allclose(loss.decrease(*given), expected, rtol=1e-6)
 
 
+def test_the_derivative_of_a_value_at_zero():
+    # A loss of your own may contain this one.
+    loss, outputs = gnlin.SigmoidCrossEntropy(), jnp.zeros(3)
+    targets = jnp.array([0.0, 0.3, 1.0])
+    derivative = jax.grad(lambda f: loss.value(f, targets))(outputs)
+    np.testing.assert_allclose(derivative, 0.5 - targets, rtol=1e-15)
+    second = jax.hessian(lambda f: loss.value(f, targets))(outputs)
+    np.testing.assert_allclose(second, 0.25 * np.eye(3), rtol=1e-15)
+
+
 def test_a_certain_label_that_is_right_has_no_loss():
     outputs, targets = jnp.array([np.inf, -np.inf, np.inf]), jnp.array([1.0, 0.0, 0.0])
     found = gnlin.SigmoidCrossEntropy().elementwise(outputs, targets)

@@ -80,7 +80,8 @@ def fit(
     - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, of arrays (or pytrees,
         such as a dictionary of inputs) with a leading axis over examples; or an iterable
         of such batches, such as a list or a loader of tf.data, grain or torch; or a
-        function of the epoch (0, 1, ...) that returns an iterable. It may also be groups
+        function of the epoch (0, 1, ...) that returns an iterable. The next batch is
+        taken while a step runs, before callbacks hear of it. It may also be groups
         of [`gnlin.Residuals`][], in a dictionary, a list, or a single one, whose data may
         be drawn again for each step.
     - `solver`: any solver of gnlin, such as [`gnlin.LevenbergMarquardt`][], which needs

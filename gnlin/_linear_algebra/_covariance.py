@@ -126,7 +126,8 @@ def covariance(
     """
     m, k = jacobian.shape
     length = jnp.maximum(num_points, max(m, k))
-    least = _lapack.rounding_of_singular_values(k, length, jacobian.dtype)
+    length = length.astype(jacobian.dtype)
+    least = _lapack.rounding_of_singular_values(k, length, _tree.eps(jacobian))
     finite = jnp.all(jnp.isfinite(jacobian))
     jacobian = jnp.where((free & seen)[None] & finite, jacobian, 0)
     norms = jax.lax.stop_gradient(_tree.column_norms(jacobian))

@@ -7,9 +7,9 @@ therefore given zeros in its place.
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Scalar
+from jaxtyping import Array, Float, ScalarLike
 
+from .._common._checks import is_traced
 from .._common._tree import matmul
 
 
@@ -37,17 +37,14 @@ def svd(
 _ROUNDINGS = 4.0
 
 
-def rounding_of_singular_values(
-    few: int, many: int | Scalar, dtype: jnp.dtype
-) -> float | Scalar:
+def rounding_of_singular_values(few: int, many: ScalarLike, eps: float) -> ScalarLike:
     """Return the part of the largest singular value below which others may be rounding,
     with `few` and `many` the lengths of the sides.
 
     The usual `many` times eps holds in the worst case. It exceeds 1 for ten million rows
     in single precision, where no singular value would be left."""
-    numbers = jnp if isinstance(many, Array) else np
-    many = numbers.minimum(many, _ROUNDINGS * many**0.5)
-    return numbers.maximum(few, many) * float(jnp.finfo(dtype).eps)
+    least, largest = (jnp.minimum, jnp.maximum) if is_traced(many) else (min, max)
+    return largest(few, least(many, _ROUNDINGS * many**0.5)) * eps
 
 
 def cholesky(matrix: Float[Array, "n n"]) -> Float[Array, "n n"]:

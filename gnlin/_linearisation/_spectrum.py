@@ -307,7 +307,8 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     """
     phi = jacobian.as_matrix()
     m, p = phi.shape
-    rounding = _lapack.rounding_of_singular_values(min(m, p), max(m, p), phi.dtype)
+    few, many = sorted((m, p))
+    rounding = _lapack.rounding_of_singular_values(few, many, _tree.eps(phi))
     # QR rounds each column relative to its norm, so that R may be sorted in its place.
     q, phi = _lapack.qr(phi) if m > p and _lapack.is_oblong(m, p) else (None, phi)
     norms = jnp.linalg.norm(phi, axis=0)

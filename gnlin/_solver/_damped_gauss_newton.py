@@ -2,7 +2,7 @@
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree, ScalarLike
+from jaxtyping import Array, Float, Int, PyTree, ScalarLike
 
 from .._common import _tree
 from .._common._checks import (
@@ -23,7 +23,7 @@ from ._stepping import AbstractFilteredGaussNewton, step_taken
 
 
 class _Memory(eqx.Module):
-    scale: PyTree[Array] | None
+    scale: Float[Array, " p"] | None
     last: PyTree[Array] | None  # the last step; None without momentum
 
 
@@ -107,7 +107,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
 
     def prepared(self, problem, filter, memory) -> tuple[AbstractSubproblem, _Memory]:
         measured = Measured.of(problem, self.scaling, memory.scale)
-        new_memory = _Memory(measured.memory(self.scaling), memory.last)
+        new_memory = _Memory(measured.memory, memory.last)
 
         def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:
             return measured.chosen(problem, filter, 1, self.method)

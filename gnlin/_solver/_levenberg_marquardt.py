@@ -70,7 +70,7 @@ _MOST_ON_ALL_DATA, _MORE_ITERATIONS, _MORE_OF_ALL = 300, 2, 10
 
 class _Memory(eqx.Module):
     state: PyTree  # the damping rule's
-    scale: PyTree[Array] | None
+    scale: Float[Array, " p"] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
     num_iterations: Float[Array, ""]  # of a trial at the last step; 0 if it failed
@@ -198,7 +198,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def start_stream(self, y, outputs) -> State:
         state = self.start(y, outputs)
         zero = jnp.zeros((), state.report.loss.dtype)
-        memory = MemoryAcross(state.memory.scale, zero, _tree.zeros_like(y))
+        scale = first_scale(self.scaling or "identity", y)
+        memory = MemoryAcross(scale, zero, _tree.zeros_like(y))
         return eqx.tree_at(lambda s: s.memory, state.with_stride(y), memory)
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
@@ -236,16 +237,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
             acceleration = self.form == "quadratic" and not way.residuals_are_dear
         as_tree = lambda parameters: parameters
         if scaling != "identity":
-            if scaling == "more":
-                lin = lin.materialise()
-            else:
-                lin, as_tree = lin.in_one_array()
+            lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
         # With scales the Jacobian is in memory now, but it has taken these passes.
         measured = Measured.of(problem, scaling, memory.scale)._replace(passes=cost.rows)
         problem = measured.problem
         subproblem = measured.chosen(problem, kind, rule.num_trials, method)
-        memory = dataclasses.replace(memory, scale=measured.memory(scaling))
+        memory = dataclasses.replace(memory, scale=measured.memory)
         if way.stops_early:
             memory, subproblem = self._truncated(objective, subproblem, memory, p)
 

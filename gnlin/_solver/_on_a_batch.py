@@ -51,7 +51,7 @@ _TOLERANCE_ACROSS, _MOST_ITERATIONS = 0.01, 20
 
 
 class MemoryAcross(eqx.Module):
-    scale: PyTree[Array] | None
+    scale: Float[Array, " p"] | None
     curvature: Float[Array, ""]  # along the first gradient; not positive before it
     step: PyTree[Array]  # the last step
 
@@ -116,8 +116,8 @@ def _pulled(
     objective: AbstractObjective,
     lin: Linearisation,
     towards: PyTree[Array],
-    scale: PyTree[Array] | None,
-) -> tuple[AbstractSubproblem, PyTree[Array] | None]:
+    scale: Float[Array, " p"] | None,
+) -> tuple[AbstractSubproblem, Float[Array, " p"] | None]:
     """Return the subproblem of one batch, with a solution that is pulled towards a
     step, and the state of the scales."""
     problem, kind = problem_of(solver.form, objective, lin), Tikhonov(1.0)
@@ -135,7 +135,7 @@ def _pulled(
         tolerance = _TOLERANCE_ACROSS if tolerance is None else tolerance
         return subproblem.truncated(tolerance, _MOST_ITERATIONS)
 
-    return pulled(measured.problem, towards, way, ready), measured.memory(scaling)
+    return pulled(measured.problem, towards, way, ready), measured.memory
 
 
 def _relative_damping(

@@ -16,9 +16,12 @@ from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
 from ..preconditioners import AbstractPreconditioner
 
 
-# Factor by which Moré's scales decay per outer step. Without it one steep place would
-# damp a column forever.
-_DECAY = 0.8
+# Factor by which scales decay per outer step. Moré's would damp a column forever after one
+# steep place. Root scales vary less, and do not decay: a column that vanishes at the
+# minimum, such as that of a depth of zero, needs its damping there. Thirty earthquakes of
+# which one is at the surface are located in 31 steps, with a decay of 0.9 in 83, and with
+# scales of the last point alone not in 600.
+_DECAY = {"more": 0.8, "root": 1.0}
 
 # Largest root scale, divided by the column's relative norm. It limits columns below a
 # millionth of the largest norm. NIST's MGH10 is solved from its far start with 10, 100
@@ -43,9 +46,9 @@ def check_scaling(scaling: str, method: Any, form: str) -> None:
         )
 
 
-def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
-    """Return the state of the scales before the first step. Only Moré's have one."""
-    return _tree.zeros_like(y) if scaling == "more" else None
+def first_scale(scaling: Scaling, y: PyTree[Array]) -> Float[Array, " p"] | None:
+    """Return the state of the scales before the first step, in `ravel_pytree` order."""
+    return jnp.zeros_like(_tree.ravel_pytree(y)[0]) if scaling in _DECAY else None
 
 
 def _roots(norms: PyTree[Array]) -> PyTree[Array]:
@@ -66,19 +69,23 @@ class Measured(NamedTuple):
     - `scale`: the diagonal of D, or `None` for the identity. It is zero for a column that
         has been zero at every point so far.
     - `passes`: the passes that forming the Jacobian took.
+    - `memory`: the state of the scales for the next linearisation.
     """
 
     problem: Quadratic | ProxLinear
     scale: PyTree[Array] | None = None
     passes: Passes = Passes()
+    memory: Float[Array, " p"] | None = None
 
     @staticmethod
     def of(
-        problem: Quadratic | ProxLinear, scaling: Scaling, before: PyTree[Array] | None
+        problem: Quadratic | ProxLinear,
+        scaling: Scaling,
+        before: Float[Array, " p"] | None,
     ) -> "Measured":
-        """Measure the columns; `before` holds Moré's scales at the last linearisation."""
+        """Measure the columns; `before` is the state at the last linearisation."""
         if scaling == "identity" or isinstance(problem, ProxLinear):
-            return Measured(problem)
+            return Measured(problem, memory=before)
         cost = problem.jacobian.cost()
         if not cost.columns_fit:
             m, p = cost.shape
@@ -90,19 +97,12 @@ class Measured(NamedTuple):
             )
         problem = problem.at_hand()
         norms = jax.tree.map(_tree.root, problem.jacobian.squared_columns())
-        match scaling:
-            case "root":
-                scale = _roots(norms)
-            case "marquardt":
-                scale = norms
-            case "more":
-                decayed = _tree.scale(_DECAY, before)
-                scale = jax.tree.map(jnp.maximum, norms, decayed)
-        return Measured(problem, scale, cost.rows)
-
-    def memory(self, scaling: Scaling) -> PyTree[Array] | None:
-        """Return the state of the scales for the next linearisation."""
-        return self.scale if scaling == "more" else None
+        scale = _roots(norms) if scaling == "root" else norms
+        if before is not None:
+            flat, unravel = _tree.ravel_pytree(scale)
+            before = jnp.maximum(flat, _DECAY[scaling] * before)
+            scale = unravel(before)
+        return Measured(problem, scale, cost.rows, before)
 
     def chosen(
         self,
