@@ -871,6 +871,10 @@ MISTAKES = {
     ),
     "validation, shape": ({"validation": (X, T[:, 0])}, "shape of the model's outputs"),
     "validation, empty": ({"validation": []}, "holds no batch"),
+    "validation, no examples": (
+        {"validation": (X[:0], T[:0])},
+        "`validation` holds 0 examples",
+    ),
     "validation, iterator": ({"validation": iter(BATCHES)}, "can be iterated only once"),
     "nothing to train": ({"filter_spec": lambda leaf: False}, "no trainable array"),
     "not callable": ({"model": Other(jnp.ones(3))}, "must be callable"),
@@ -878,15 +882,19 @@ MISTAKES = {
     "curvature batch of too many": ({"curvature_batch_size": 13}, "at most the number"),
     "curvature batch of all": (
         {"batch_size": None, "curvature_batch_size": 12},
-        "more than `batch_size`",
+        "needs a `batch_size`",
     ),
     "curvature batch of an iterable": (
         {"data": BATCHES, "batch_size": None, "curvature_batch_size": 12},
-        "must be arrays",
+        "the data as arrays",
     ),
     "curvature batch of descent": (
         {"curvature_batch_size": 8},
         "leave `curvature_batch_size` out",
+    ),
+    "curvature batch of an optimiser": (
+        {"curvature_batch_size": 8, "solver": optax.sgd(0.1)},
+        "An optimiser of optax uses no curvature",
     ),
     "curvature batch of the loss itself": (
         {
@@ -1082,6 +1090,13 @@ def test_a_step_is_compiled_once(batch_size, caplog):
         fit(model, (X, T), gnlin.LevenbergMarquardt(), batch_size=batch_size, steps=3)
     compiled = [r.message for r in caplog.records if "Compiling jit(call)" in r.message]
     assert len(compiled) == 1
+
+
+def test_validation_data_that_are_not_finite_are_named():
+    wrong = X.at[3, 1].set(jnp.nan)
+    with pytest.warns(UserWarning, match="In `validation`: The input of example 3 is"):
+        solution = fit(validation=(wrong, T))
+    assert np.isnan(solution.history["validation_loss"][-1])
 
 
 def test_early_stop_by_a_measure_beside_validation_data():

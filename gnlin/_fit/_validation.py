@@ -20,7 +20,10 @@ _VALIDATION_BATCH = 1000
 
 
 class Validation:
-    """Validation data, and the loss and metrics to evaluate on them."""
+    """Validation data, and the loss and metrics to evaluate on them.
+
+    - `fault`: a sentence that names data that are not finite, once the loss is not.
+    """
 
     def __init__(
         self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
@@ -48,6 +51,7 @@ class Validation:
             setting = with_shared_network(setting, carry.parameters, self._stream)
         self._fixed = setting, tuple(metrics.values()), linearised
         self._batch_size = setting.batch_size
+        self.fault = ""
 
     def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
         """Return the means of the loss and metrics for the arrays of a carry."""
@@ -63,10 +67,13 @@ class Validation:
         weight, number, *figures = np.sum([np.asarray(x) for x in sums], axis=0)
         per_look = 1 + len(self._fixed[1])  # the loss and each metric
         totals = [weight if i % per_look == 0 else number for i in range(len(figures))]
-        return {
-            name: float(figure / total) if total > 0 else math.nan
-            for name, figure, total in zip(self.columns, figures, totals, strict=True)
-        }
+        means = [
+            float(figure / total) if total > 0 else math.nan
+            for figure, total in zip(figures, totals, strict=True)
+        ]
+        if not (self.fault or math.isfinite(means[0])):
+            self.fault = self._stream.at_fault(lambda _: None)
+        return dict(zip(self.columns, means, strict=True))
 
 
 def _check_metric(name: str, metric: Callable, outputs: Shapes, targets: PyTree) -> None:

@@ -36,7 +36,7 @@ def as_batch(
         )
     (num_examples,) = n_inputs
     if num_examples == 0:
-        raise ValueError("There is no data: inputs and targets hold 0 examples.")
+        raise ValueError(f"There is no data: `{name}` holds 0 examples.")
     if len(data) == 2 or data[2] is None:
         return inputs, targets, None
     weights = _as_weights(automatic(data[2]), num_examples, is_whole)
