@@ -388,6 +388,7 @@ def drifting(figures, **arguments):
     )
 
 
+@pytest.mark.filterwarnings("ignore:The validation data are not finite")
 @pytest.mark.parametrize(
     ("arguments", "figures", "stopped", "best"),
     [
@@ -1094,7 +1095,9 @@ def test_a_step_is_compiled_once(batch_size, caplog):
 
 def test_validation_data_that_are_not_finite_are_named():
     wrong = X.at[3, 1].set(jnp.nan)
-    with pytest.warns(UserWarning, match="In `validation`: The input of example 3 is"):
+    with pytest.warns(
+        UserWarning, match="The validation data are not finite. The input of example 3"
+    ):
         solution = fit(validation=(wrong, T))
     assert np.isnan(solution.history["validation_loss"][-1])
 

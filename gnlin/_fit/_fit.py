@@ -284,11 +284,11 @@ def fit(
         checkpoint,
     )
     run.train(resume)
-    if run.complaint:
-        warnings.warn(run.complaint, stacklevel=2)
+    complaint = run.complaint
     if evaluation is not None and evaluation.fault:
-        fault = f"The validation loss is not finite. In `validation`: {evaluation.fault}"
-        warnings.warn(fault, stacklevel=2)
+        complaint += f" The validation data are not finite. {evaluation.fault}"
+    if complaint:
+        warnings.warn(complaint.strip(), stacklevel=2)
     return on_mesh(run.as_solution(), mesh)
 
 
@@ -317,20 +317,20 @@ def _prior(prior: ScalarLike, loss: AbstractLoss, stream: Any) -> Prior:
 def _check_curvature_batch(size, stream, solver) -> None:
     if size is None:
         return
-    if isinstance(solver, IterativeLinearisation):
-        what = "An optimiser of optax uses no curvature"
-        if solver.learning_rate is not None or solver.period != 1:
-            what = "Iterative linearisation uses one batch for each inner step"
-        raise ValueError(f"{what}: leave `curvature_batch_size` out.")
     if stream.batch_size is None:
         raise ValueError(
             "`curvature_batch_size` needs a `batch_size`, and the data as arrays."
         )
     if not stream.batch_size < size <= stream.num_examples:
         raise ValueError(
-            f"`curvature_batch_size` must be more than `batch_size`, {stream.batch_size}, "
-            f"and at most the number of examples, {stream.num_examples}, but is {size}."
+            f"`curvature_batch_size` must be more than `batch_size`, {stream.batch_size},"
+            f" and at most the number of examples, {stream.num_examples}, but is {size}."
         )
+    if isinstance(solver, IterativeLinearisation):
+        what = "An optimiser of optax uses no curvature"
+        if solver.learning_rate is not None or solver.period != 1:
+            what = "Iterative linearisation uses one batch for each inner step"
+        raise ValueError(f"{what}: leave `curvature_batch_size` out.")
     if getattr(solver, "form", "quadratic") != "quadratic":
         raise ValueError(
             f'`curvature_batch_size` cannot be used with `form="{solver.form}"`: pass a '

@@ -16,11 +16,12 @@ from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
 from ..preconditioners import AbstractPreconditioner
 
 
-# Factor by which scales decay per outer step. Moré's would damp a column forever after one
-# steep place. Root scales vary less, and do not decay: a column that vanishes at the
-# minimum, such as that of a depth of zero, needs its damping there. Thirty earthquakes of
-# which one is at the surface are located in 31 steps, with a decay of 0.9 in 83, and with
-# scales of the last point alone not in 600.
+# Factor by which scales decay per outer step. Without decay, Moré's would damp a column
+# forever after one steep place. Root scales vary less, and do not decay: a column that
+# vanishes at the minimum, such as that of a depth of zero, needs its damping there.
+# Thirty earthquakes, of which one is at the surface, are located in 31 steps, in 83 with
+# a decay of 0.9, and not in 600 with scales of the current point only. Of the classical
+# 123 starts 115 are solved, and 112 with those.
 _DECAY = {"more": 0.8, "root": 1.0}
 
 # Largest root scale, divided by the column's relative norm. It limits columns below a
