@@ -44,7 +44,8 @@ class Residuals(AbstractRecognised):
     **Arguments:**
 
     - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
-        arrays. It may differentiate the model with respect to its input.
+        arrays. It may differentiate the model with respect to its input. A complex array
+        becomes a real one with the real and imaginary parts on a new last axis.
     - `data`: the examples, a pytree of arrays with a leading axis over examples; a data
         frame is a dictionary of its columns. They are converted to at least the
         parameters' precision, for derivatives with respect to them. In [`gnlin.fit`][],
@@ -66,7 +67,8 @@ class Residuals(AbstractRecognised):
     - `sparsity`: a [`gnlin.Sparsity`][], for a group without data whose residuals each
         read few parameters.
     - `targets`: the targets of the loss: arrays with a leading axis over examples. The
-        default is zeros; [`gnlin.SoftmaxCrossEntropy`][] needs targets.
+        default is zeros; [`gnlin.SoftmaxCrossEntropy`][] needs targets. Those of complex
+        residuals are complex.
 
     **Raises:** `ValueError` if there are no examples, or the weight is invalid; also if
     the solver is not gnlin's and the loss is neither squared nor robust.
