@@ -99,6 +99,11 @@ class Residuals(AbstractRecognised):
     sparsity: Sparsity | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
+        if callable(self.data) and not callable(self.fn):
+            raise ValueError(
+                f"The function comes before the data, `gnlin.Residuals(fn, data)`, but "
+                f"{a_kind_of(self.fn)} was given as `fn`."
+            )
         check_callable(
             "fn", self.fn, "a function of a model and one example", "lambda m, x: m(x)"
         )
