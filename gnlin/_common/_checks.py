@@ -132,12 +132,11 @@ _LONGEST = 60
 def check_callable(name: str, value: object, what: str, example: str) -> None:
     if not callable(value):
         raise ValueError(
-            f"`{name}` must be {what}, such as `{example}`, but {_shown(value)} was "
-            "given."
+            f"`{name}` must be {what}, such as `{example}`, but {shown(value)} was given."
         )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value in words, without the numbers of an array."""
     if isinstance(value, np.ndarray | jax.Array):
         return f"an array of {value.dtype} of the shape {value.shape}"

@@ -106,8 +106,8 @@ def _refuse(
     """
     # What `f` returns if the call was `curve_fit(f, start, x, y)`
     in_other_order = Curve(lambda parameters, _: curve.f(x, tree))
-    found = _outputs(in_other_order, free, kept, x)
-    if _shapes(found) == _shapes(eqx.combine(free, kept)):
+    found, start = _outputs(in_other_order, free, kept, x), eqx.combine(free, kept)
+    if _shapes(found) == _shapes(start) and _tree.size(x) < _tree.size(start):
         raise ValueError(
             "`f(start, x)` does not have the shapes of `y`, but would have if the "
             "arguments were in another order: pass `gnlin.curve_fit(f, x, y, start)`."

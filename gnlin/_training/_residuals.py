@@ -14,6 +14,7 @@ from .._common._checks import (
     check_callable,
     check_finite_nonnegative,
     first_line,
+    shown,
 )
 from .._jacobian import Sparsity
 from .._linearisation._objective import objective_of
@@ -101,8 +102,8 @@ class Residuals(AbstractRecognised):
     def __check_init__(self):
         if callable(self.data) and not callable(self.fn):
             raise ValueError(
-                f"The function comes before the data, `gnlin.Residuals(fn, data)`, but "
-                f"{a_kind_of(self.fn)} was given as `fn`."
+                "The function comes before the data, `gnlin.Residuals(fn, data)`, but "
+                f"{shown(self.fn)} was given as `fn`."
             )
         check_callable(
             "fn", self.fn, "a function of a model and one example", "lambda m, x: m(x)"
