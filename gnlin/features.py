@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Key, Num, PyTree, Scalar
 
 from ._common import _tree
 from ._common._checks import as_key, check_count, says_where
+from ._common._complex import check_real
 from ._common._tree import ravel_pytree
 from ._jacobian import DEFAULT_MEMORY_BUDGET
 from ._linearisation._linearisation import Linearisation, linearise
@@ -144,6 +145,7 @@ def target_alignment(
         N. Cristianini et al., *On Kernel-Target Alignment*, 2001.
     """
     _check_kernels(kernel)
+    check_real("The targets", targets)
     num_examples, num_outputs = kernel.shape[:2]
     if targets.shape == (num_examples,) and num_outputs == 1:
         targets = targets[:, None]

@@ -1661,7 +1661,10 @@ class Solved(eqx.Module):
             {"f": lambda p, x: Solved(p["a"] * x)},
             r"shapes of `y`, \(50,\), but has those of a Solved .return its arrays",
         ),
-        ({"f": lambda x, a, b: a * x}, "`f.parameters, x.` failed .it must take these"),
+        (
+            {"f": lambda x, a, b: a * x},
+            "arguments are .x, a, b.: for .* `lambda p, x: f.x",
+        ),
         ({"solver": "lm"}, "`solver` must be one of gnlin's"),
         (
             {"start": {"a": {"b": 1.0}}, "fixed": ["a.c"]},

@@ -547,3 +547,10 @@ def test_another_number_runs_the_same_program():
         step(lin, PseudoInverse(number))
         step(lin, HeavyBall(10, 0.1, 0.5 + number))
     assert len(traces) == 2
+
+
+def test_what_is_wrong_with_a_nan():
+    with pytest.raises(ValueError, match="`damping` must not be NaN"):
+        Tikhonov(math.nan)
+    with pytest.raises(ValueError, match="`damping` must not be negative"):
+        Tikhonov(-1.0)

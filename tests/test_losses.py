@@ -1026,6 +1026,29 @@ def test_weights_and_reduction_in_a_solution(loss, targets, build):
     np.testing.assert_allclose(mean_losses, losses / 6, rtol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["several labels", "probabilities", "counts", "zeros"])
+def test_targets_that_do_not_sum_to_one(kind):
+    soft = np.random.default_rng(0).dirichlet(np.ones(3), size=4).astype(np.float32)
+    targets = {
+        "several labels": np.array([[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 1, 1.0]]),
+        "probabilities": np.round(soft, 4),
+        "counts": np.array([[3, 1, 0], [0, 2, 0], [5, 0, 0], [1, 1, 1.0]]),
+        "zeros": np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0.0]]),
+    }[kind]
+    loss, outputs = gnlin.SoftmaxCrossEntropy(), jax.ShapeDtypeStruct((4, 3), float)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss.check(outputs, jnp.asarray(targets))
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (kind in ("several labels", "counts"))
+    assert all("use `gnlin.SigmoidCrossEntropy()`" in words for words in said)
+    # Counts weight each target by its total.
+    f = np.array([[0.1, -0.4, 0.2], [0.3, 0.0, 1.0], [0.0, 0.0, 0.0], [2.0, -1.0, 0.5]])
+    log_p = f - scipy.special.logsumexp(f, axis=1, keepdims=True)
+    value = loss.value(jnp.asarray(f), jnp.asarray(targets, float))
+    np.testing.assert_allclose(value, -np.sum(targets * log_p), rtol=1e-12)
+
+
 #
 # Errors
 #
@@ -1044,7 +1067,11 @@ WRONG_TARGETS = {
     "too few probabilities": (SOFTMAX_LOSS, np.ones((5, 2)), r"\(5, 3\).*\(5, 2\)"),
     "label too large": (SOFTMAX_LOSS, np.array([0, 1, 2, 3, 0]), "between 0 and 2.* 3"),
     "label negative": (SOFTMAX_LOSS, np.array([0, 1, 2, -1, 0]), "between 0 and 2.* -1"),
-    "negative probability": (SOFTMAX_LOSS, np.full((5, 3), -0.5), "probabilities.*-0.5"),
+    "negative probability": (
+        SOFTMAX_LOSS,
+        np.full((5, 3), -0.5),
+        "probabilities.*counts.*not negative.*-0.5",
+    ),
     "missing probability": (SOFTMAX_LOSS, np.full((5, 3), np.nan), "probabilities.*nan"),
     "booleans": (SOFTMAX_LOSS, np.ones((5, 3), bool), "dtype bool"),
     "a tree of labels": (SOFTMAX_LOSS, {"a": np.zeros(5, int)}, "one array"),

@@ -254,3 +254,12 @@ class Line(eqx.Module):
 
     def __call__(self, x):
         return jnp.sum(self.slope * x + self.offset * x**2)
+
+
+def test_a_posterior_of_groups_is_refused_without_a_warning():
+    group = gnlin.Residuals(lambda p, x: p * x - 1, jnp.ones(3))
+    solution = gnlin.solve(jnp.array(2.0), group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=r"but groups of `gnlin\.Residuals` were"):
+            gnlin.predict.posterior(solution, group, noise=1.0)

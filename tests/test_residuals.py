@@ -641,3 +641,15 @@ def test_a_function_that_fails_is_named_once(driver):
     with pytest.raises(ValueError, match="The function of the group 'b'") as caught:
         driver({"a": jnp.array(1.0)}, {"b": group})
     assert str(caught.value).count("The function of the group") == 1
+
+
+def test_data_in_place_of_the_function_are_not_printed():
+    data, fn = np.zeros((100, 3)), lambda model, x: model * x
+    for given, said in (
+        ((data, fn), r"`gnlin.Residuals\(fn, data\)`, but an array of float64 of the"),
+        (({"x": data}, fn), "but a dict was given"),
+        ((data,), r"but an array of float64 of the shape \(100, 3\) was given"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            gnlin.Residuals(*given)
+        assert len(str(caught.value)) < 200

@@ -83,6 +83,7 @@ def _check(name: str, value: Any, holds: Callable[[np.ndarray], Any], what: str)
             f"`{name}` must be a real number, but {value!r} was given{hint}."
         )
     if not np.all(holds(number)):
+        what = "not be NaN" if np.any(np.isnan(number)) else what
         raise ValueError(f"`{name}` must {what}, but {value} was given.")
 
 
@@ -124,17 +125,30 @@ def check_scalar(name: str, value) -> None:
         raise ValueError(f"`{name}` must be one number, but {value!r} was given.")
 
 
+# The most characters of a value that an error repeats.
+_LONGEST = 60
+
+
 def check_callable(name: str, value: object, what: str, example: str) -> None:
     if not callable(value):
         raise ValueError(
-            f"`{name}` must be {what}, such as `{example}`, but {value!r} was given."
+            f"`{name}` must be {what}, such as `{example}`, but {shown(value)} was given."
         )
 
 
-def check_takes(call: str, fn: Callable, number: int) -> None:
+def shown(value: object) -> str:
+    """Return a value in words, without the numbers of an array."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"an array of {value.dtype} of the shape {value.shape}"
+    words = repr(value)
+    return words if len(words) <= _LONGEST else f"a {type(value).__name__}"
+
+
+def check_takes(call: str, fn: Callable, number: int, hint: str = "") -> None:
     """Raise `ValueError` unless a function takes this number of arguments.
 
     - `call`: how it is called, such as "augment(inputs, key)".
+    - `hint`: ends the sentence.
     """
     try:
         signature = inspect.signature(fn)
@@ -144,7 +158,8 @@ def check_takes(call: str, fn: Callable, number: int) -> None:
         signature.bind(*[None] * number)
     except TypeError as error:
         raise ValueError(
-            f"The function is called as `{call}`, but its arguments are {signature}."
+            f"The function is called as `{call}`, but its arguments are {signature}"
+            f"{hint}."
         ) from error
 
 

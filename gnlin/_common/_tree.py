@@ -14,6 +14,8 @@ from jax import flatten_util
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree, Scalar, ScalarLike
 
+from ._complex import check_real
+
 
 _FULL = jax.lax.Precision.HIGHEST
 # Most entries of an array that `joined` joins with others.
@@ -60,7 +62,8 @@ class Structure(NamedTuple):
         return ravel_pytree(tree)[0]
 
     def check(self, tree: PyTree[ArrayLike], *others: list[tuple[int, ...]]) -> None:
-        """Raise `ValueError` unless outputs have these shapes, or others."""
+        """Raise `ValueError` unless outputs are real and of these shapes, or others."""
+        check_real("Targets, residuals and other arrays like the outputs", tree)
         given = [jnp.shape(x) for x in jax.tree.leaves(tree)]
         shapes = [x.shape for x in self.leaves]
         if given not in (shapes, *others):
@@ -72,6 +75,7 @@ class Structure(NamedTuple):
 
     def unravel(self, flat: Array) -> PyTree[Array]:
         """Invert `ravel_pytree`."""
+        check_real("A vector of real arrays", flat)
         ends = np.cumsum([leaf.size for leaf in self.leaves])[:-1]
         parts = zip(jnp.split(flat, ends), self.leaves, strict=True)
         leaves = [part.reshape(x.shape).astype(x.dtype) for part, x in parts]

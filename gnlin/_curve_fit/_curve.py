@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._canonical import kind_of, memory_of, Program, program_of
+from .._common._complex import in_real_parts
 from .._common._precision import full_precision
 from .._common._tree import ravel_pytree, Structure
 from ._whole_numbers import cast, shaped, whole_numbers, with_floats
@@ -107,9 +108,7 @@ def flat(values: PyTree) -> Float[Array, " m"]:
 
 
 def _real(value: Any) -> Float[Array, "..."]:
-    value = jnp.asarray(value)
-    if jnp.iscomplexobj(value):
-        value = jnp.stack([value.real, value.imag], axis=-1)
+    value = in_real_parts(value)
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
 
 

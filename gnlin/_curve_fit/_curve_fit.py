@@ -184,7 +184,7 @@ def curve_fit(
         program, parts = read_in_parts(curve, x, y, sigma, free, kept)
         check_in_parts(solver, loss, parts)
         few = as_x(parts.example[0])
-        check_rates(loss, lambda: curve.on(free, kept, few)(free, kept, few))
+        check_rates(loss, curve.on(free, kept, few), free, kept, few)
         check_start(bounds, free)
         setting = FitSettings(program, solver, loss, most, kept, absolute_sigma)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
@@ -215,7 +215,7 @@ def curve_fit(
     program = curve.on(first, kept, x)
     if missing is not None:
         check_alone(program, first, kept, given, x, missing)
-    check_rates(loss, lambda: program(first, kept, x))
+    check_rates(loss, program, first, kept, x)
     solver = _for_fits(
         solver, loss, wait=many and (program.has_loops or bounds is not None)
     )

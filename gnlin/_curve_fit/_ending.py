@@ -1,5 +1,6 @@
 """The reason why a fit ended, in words, and the warning for its user."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,8 +16,9 @@ from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
 from ._curve import Data, rounding
 from ._not_finite import what_is_not_finite
+from ._points import by_point, place_of, total
 from ._problem import flat_box, Posed
-from ._residuals import num_ignored
+from ._residuals import ignored, num_points, outlying
 
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # A robust loss that ignores more than this part of the points may fit the wrong ones.
 _MOST = 0.5
+# More outliers than this part probably mean a worse minimum. Cauchy noise has 14 %.
+_MOST_OUTLYING = 0.25
 # The most undetermined directions that a message describes.
 _MOST_DIRECTIONS = 3
 
@@ -167,22 +171,30 @@ def complaint(fit: "CurveFit") -> str:
     if why := _without_maximum(fit):
         return f"`gnlin.curve_fit`: {why}."
     if (point := int(fit._end.edge)) >= 0:
+        place = f"at point {point}"
+        if fit._data is not None:
+            place, *_ = place_of(point, fit._like_y())
         return (
-            f"`gnlin.curve_fit`: the rate falls to 0 at point {point}, where the count "
-            "is 0. The fit ends somewhere on this edge, and its errors mean nothing: set "
-            "bounds that keep the rate positive, or let `f` return the logarithm of the "
-            "rate, and use `gnlin.losses.PoissonNLL()`."
+            f"`gnlin.curve_fit`: the rate falls to 0 {place}, where the count is 0. The "
+            "fit ends somewhere on this edge, and its errors mean nothing: set bounds "
+            "that keep the rate positive, or let `f` return the logarithm of the rate, "
+            "and use `gnlin.losses.PoissonNLL()`."
         )
     if failure := _failure(fit):
         return f"`gnlin.curve_fit` has not converged: {failure}."
     if fit._setting.is_robust:
-        ignored, number = int(num_ignored(fit)), int(fit._end.num_points)
         are_all = bool(np.isnan(fit._end.variance))
-        if are_all or ignored > _MOST * number:
-            which = "all points" if are_all else f"{ignored} of {number} points"
+        if are_all or _part(fit, ignored) > _MOST:
+            which = "all points" if are_all else _some(fit, ignored)
             return (
                 f"`gnlin.curve_fit`: the loss ignores {which}, because they are far "
                 "from the curve: start closer, or raise the loss's `delta`."
+            )
+        if _part(fit, outlying) > _MOST_OUTLYING:
+            return (
+                f"`gnlin.curve_fit`: {_some(fit, outlying)} are outliers, so that this "
+                "is probably not the best minimum: start closer, set `bounds`, or pass "
+                "`starts` with them. If it is, `f` misses a part of the data."
             )
     if not fit._end.covariance.is_whole:
         return (
@@ -203,6 +215,16 @@ def complaint(fit: "CurveFit") -> str:
             f"errors cannot be estimated: pass {other}more points."
         )
     return ""
+
+
+def _part(fit: "CurveFit", of: Callable) -> np.ndarray:
+    """Return the part of the numbers of y that have a property, of each data set."""
+    return np.sum(of(fit), axis=-1) / np.maximum(fit._end.num_points, 1)
+
+
+def _some(fit: "CurveFit", of: Callable) -> str:
+    """Return in words how many points of one data set have a property."""
+    return f"{total(by_point(of(fit), fit._like_y()))} of {num_points(fit)} points"
 
 
 def _complaint_of_many(fit: "CurveFit") -> str:
@@ -226,7 +248,10 @@ def _complaint_of_many(fit: "CurveFit") -> str:
             ~np.asarray(end.covariance.is_whole)
         ),
         "have a loss that ignores most points, because they are far from the curve": (
-            num_ignored(fit) > _MOST * np.asarray(end.num_points)
+            _part(fit, ignored) > _MOST
+        ),
+        "call so many points outliers that this is probably not their best minimum": (
+            _part(fit, outlying) > _MOST_OUTLYING
         ),
     }
     said = [

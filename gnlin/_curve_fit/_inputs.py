@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common._checks import is_traced
+from .._common._complex import check_real
 from ._arrays import as_floats, in_each_leaf
 from ._curve import broadcast, Curve, Data, wholly_missing
 from ._values import Values
@@ -99,6 +100,7 @@ def errors_of_x(x: PyTree[Array], sigma_x: Any, sigma: Any) -> tuple[PyTree, PyT
 
 
 def _error_of_x(x: Array, given: Any) -> Array:
+    check_real("`sigma_x`", given)
     known = not isinstance(given, Tracer)
     if known and not np.all((np.asarray(given) >= 0) & np.isfinite(given)):
         raise ValueError("`sigma_x` must be finite, and positive, or 0 for an exact x.")
@@ -181,6 +183,7 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
     if y.shape == shape:  # m data sets of m points
         _warn_of_covariance(sigma)
         return None
+    check_real("`sigma`", sigma)
     are_traced = is_traced((sigma, missing))
     numpy: Any = jnp if are_traced else np
     # Data sets that miss the same points share one factor.

@@ -23,7 +23,8 @@ from ..losses import (
 )
 from ..losses._base import Reduction
 from ..losses._robust import AbstractRobust
-from ._curve import Data
+from ._curve import Curve, Data
+from ._points import place_of
 
 
 # Expected counts below this are taken as zero. Fits that end at the edge reach 1e-8.
@@ -174,22 +175,22 @@ def point_at_edge(
     return jnp.where(jnp.any(is_at_edge), jnp.argmax(is_at_edge), -1)
 
 
-def check_rates(loss: AbstractLoss, rates: Any) -> None:
-    """Check that the rates of a Poisson loss with `log_input=False` are positive.
-
-    - `rates`: a function that returns `f(start, x)`. It is called only for this loss.
-    """
+def check_rates(
+    loss: AbstractLoss, curve: Curve, free: PyTree, kept: PyTree, x: PyTree
+) -> None:
+    """Check that the rates of a Poisson loss with `log_input=False`, which are
+    `f(start, x)`, are positive."""
     if not is_of_rates(loss):
         return
-    known = rates()
+    known = curve(free, kept, x)
     if isinstance(known, Tracer):
         return
     wrong = np.flatnonzero(~(np.asarray(known) > 0))
     if wrong.size > 0:
-        point = wrong[0]
+        place, *_ = place_of(int(wrong[0]), curve.shapes(free, kept, x))
         raise ValueError(
             "`f` is the rate of the counts, which must be positive, but `f(start, x)` is "
-            f"{float(known[point]):.4g} at point {point}: start elsewhere, leave the "
+            f"{float(known[wrong[0]]):.4g} {place}: start elsewhere, leave the "
             "point out if its rate is 0 for all parameters, or let `f` return the "
             "logarithm of the rate, and use `gnlin.losses.PoissonNLL()`."
         )

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ._curve import Data, unflattened
-from ._parameters import name_of
+from ._points import name_of, num_of, place_of
 
 
 if TYPE_CHECKING:
@@ -51,8 +50,13 @@ def what_is_not_finite(fit: "CurveFit") -> str:
             "`f` is not finite at the start: start elsewhere, set bounds, or let a "
             "solver that `f` calls take more steps"
         )
-    place = _place(fit, entry, data)
-    place += f" and at {number - 1} others" if number > 1 else ""
+    place = _place(fit, entry, data.x)
+    if number > 1:
+        points, numbers = num_of(fit._like_y())
+        others = f"at {number - 1} others"
+        if points != numbers:
+            others = f"in {number - 1} more of the {numbers} numbers of `f`"
+        place += f" and {others}"
     if where.of_curve:
         return (
             f"`f` is not finite at the start {place}: leave out points where `f` is not "
@@ -65,21 +69,13 @@ def what_is_not_finite(fit: "CurveFit") -> str:
     )
 
 
-def _place(fit: "CurveFit", entry: int, data: Data) -> str:
+def _place(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:
     """Describe an entry of the flattened y by its index in y and its x."""
-    setting, x = fit._setting, data.x
-    like = setting.curve.shapes(fit._end.parameters, setting.fixed, x)
-    marks = np.zeros(data.y.size)
-    marks[entry] = 1
-    leaves = jax.tree_util.tree_leaves_with_path(unflattened(jnp.asarray(marks), like))
-    path, marked = next((path, leaf) for path, leaf in leaves if jnp.any(leaf))
-    index, name = np.argwhere(marked)[0], name_of(path)
-    place = f"at point {', '.join(map(str, index))}" if marked.ndim else "there"
-    place += f" of `{name}`" if name else ""
+    place, row, shape = place_of(entry, fit._like_y())
     values = [
-        f"{'.'.join(['x', *filter(None, [name_of(path)])])} = {value[index[0]]}"
+        f"{'.'.join(['x', *filter(None, [name_of(path)])])} = {value[row]}"
         for path, value in jax.tree_util.tree_leaves_with_path(x)
-        if marked.ndim and jnp.shape(value)[:1] == marked.shape[:1]
+        if row is not None and jnp.shape(value)[:1] == shape[:1]
     ]
     return place + (f" ({', '.join(values)})" if values else "")
 

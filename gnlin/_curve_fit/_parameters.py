@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree
 
 from .._common._checks import check_names
 from ._arrays import as_floats
+from ._points import name_of
 
 
 def as_start(value: Any) -> Array:
@@ -58,11 +59,6 @@ def parted(start: PyTree[Array], fixed: Iterable[str]) -> tuple[PyTree, PyTree]:
 def _names(path: tuple) -> list[str]:
     """Return the names of the entries that a leaf is in, such as `a` and `a.width`."""
     return [name_of(path[:k]) for k in range(1, len(path) + 1)]
-
-
-def name_of(path: tuple) -> str:
-    """Return the name of an entry of a pytree, such as `a.width`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def limits(bounds: Any, start: PyTree) -> Any:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .._common._complex import check_real
 from ._arrays import arrays_of, columns_of
 
 
@@ -90,6 +91,7 @@ class Parts:
             x, y, sigma = (*part, self._sigma)[:3]
             points = columns_of(x), arrays_of(y), arrays_of(sigma)
             _check_lengths(*points)
+            check_real("`sigma`", points[2])
             if _num(points[1]) > 0:  # A part of a filtered file may have no points.
                 yield points
 

@@ -10,7 +10,8 @@ from ..losses._base import has_observed_root
 from ._curve import rounding
 from ._ending import some_directions
 from ._likelihood import is_known
-from ._parameters import name_of
+from ._points import listed, name_of
+from ._residuals import num_points, unit_of
 
 
 if TYPE_CHECKING:
@@ -33,9 +34,8 @@ def names_of(tree: PyTree) -> tuple[str, ...]:
 
 def report(fit: "CurveFit") -> str:
     """Return a summary, with a table of the parameters."""
-    points = int(fit._end.num_points)
     lines = [
-        f"{fit.reason}: {points} points, {len(fit.names)} free parameters",
+        f"{fit.reason}: {_how_many(fit)}, {len(fit.names)} free parameters",
         *_how_well(fit),
         "",
         *_aligned(_rows(fit)),
@@ -47,11 +47,9 @@ def report(fit: "CurveFit") -> str:
         lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in largest]
         if len(pairs) > len(largest):
             lines.append(f"  and {len(pairs) - len(largest)} smaller ones")
-    outliers = np.zeros(0) if fit.residuals is None else fit.outliers()
-    if outliers.size:
-        shown = ", ".join(map(str, outliers[:_MOST_OUTLIERS]))
-        more = ", ..." if outliers.size > _MOST_OUTLIERS else ""
-        lines += ["", f"{outliers.size} outliers, at points {shown}{more}"]
+    outliers = None if fit.residuals is None else fit.outliers()
+    if number := sum(points.size for points in jax.tree.leaves(outliers)):
+        lines += ["", f"{number} outliers, at points {listed(outliers, _MOST_OUTLIERS)}"]
     if fit.losses is not None and np.isfinite(fit.losses[0]):
         losses = np.asarray(fit.losses)
         same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
@@ -63,6 +61,15 @@ def report(fit: "CurveFit") -> str:
     if undetermined := some_directions(fit, "; "):
         lines += ["", f"not determined: {undetermined}"]
     return "\n".join(lines)
+
+
+def _how_many(fit: "CurveFit") -> str:
+    """Return the number of points, and of their real numbers if these are more."""
+    numbers = int(fit._end.num_points)
+    if fit._data is None:
+        return f"{numbers} {unit_of(fit)}"
+    points = num_points(fit)
+    return f"{points} points" + f" of {numbers} numbers" * (numbers != points)
 
 
 def _rounding(fit: "CurveFit") -> float:

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, PyTree
 
+from .._common._canonical import Program
 from ..losses import AbstractElementwiseLoss
 from ..losses._robust import AbstractRobust
 from ._curve import Data
 from ._likelihood import is_known
+from ._points import by_point, num_of, total
 from ._problem import Posed
 
 
@@ -21,21 +24,43 @@ if TYPE_CHECKING:
 _OUTLYING = 3
 
 
-def outliers(fit: "CurveFit", data: Data) -> np.ndarray:
-    """Return the indices of outliers of a robust loss."""
+def num_points(fit: "CurveFit") -> int:
+    """Return the number of points of one data set that have a number in the fit."""
+    assert fit._data is not None
+    return total(by_point(np.asarray(fit._data.counted) > 0, fit._like_y()))
+
+
+def unit_of(fit: "CurveFit") -> str:
+    """Return what a fit of data in parts has counted: points, or their numbers."""
+    f = fit._setting.curve.f
+    points, numbers = num_of(f.outputs) if isinstance(f, Program) else (0, 0)
+    return "points" if points == numbers else "numbers"
+
+
+def outliers(fit: "CurveFit") -> PyTree[np.ndarray]:
+    """Return the indices of points that are outliers of a robust loss, in the structure
+    of y."""
+    found, many = by_point(outlying(fit), fit._like_y()), fit._setting.many
+    indices = lambda flags: np.argwhere(flags) if many else np.flatnonzero(flags)
+    return jax.tree.map(indices, found)
+
+
+def outlying(fit: "CurveFit") -> Bool[np.ndarray, "*sets m"]:
+    """Return which numbers of y are outliers of a robust loss; none are if there is no
+    such loss, or the data were read in parts."""
+    if not fit._setting.is_robust or fit._data is None:
+        return np.zeros((*np.shape(fit._end.loss), 1), bool)
     sizes = np.abs(np.asarray(fit.residuals))
     far = sizes > _OUTLYING * np.asarray(fit._end.noise)[..., None]
-    found = np.argwhere(far & (np.abs(_pulls(fit, data)) < sizes / 3))
-    return found if fit._setting.many else found[:, 0]
+    return far & (np.abs(_pulls(fit, fit._data)) < sizes / 3)
 
 
-def num_ignored(fit: "CurveFit") -> np.ndarray:
-    """Return the number of points of each data set that have no weight in a robust loss,
-    although the curve misses them; 0 if the data were read in parts."""
+def ignored(fit: "CurveFit") -> Bool[np.ndarray, "*sets m"]:
+    """Return which numbers of y have no weight in a robust loss, although the curve
+    misses them; none if there is no such loss, or the data were read in parts."""
     if not fit._setting.is_robust or fit._data is None:
-        return np.zeros(np.shape(fit._end.loss), int)
-    missed = np.asarray(fit.residuals) != 0
-    return np.asarray(np.sum(missed & (_pulls(fit, fit._data) == 0), axis=-1))
+        return np.zeros((*np.shape(fit._end.loss), 1), bool)
+    return (np.asarray(fit.residuals) != 0) & (_pulls(fit, fit._data) == 0)
 
 
 def _pulls(fit: "CurveFit", data: Data) -> np.ndarray:

@@ -57,10 +57,12 @@ class CurveFit(eqx.Module):
     - `deviance`: twice the `loss` at the minimum. For gnlin's likelihoods it is the
         deviance, since their least loss is zero at each point. Its derivative by a count
         of 0 is infinite, and is returned without the infinite term.
-    - `degrees_of_freedom`: points minus the rank of the Jacobian, which is the number of
-        free parameters that are determined and not at a bound.
-    - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. With a
-        likelihood, Pearson's: the loss's negative slope over the root of its curvature.
+    - `degrees_of_freedom`: the number of real numbers in y minus the rank of the
+        Jacobian, which is the number of free parameters that are determined and not at a
+        bound. A complex number counts as two.
+    - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. A complex number
+        becomes its real and then its imaginary part. With a likelihood, Pearson's: the
+        loss's negative slope over the root of its curvature.
         `None` if the data were read in parts.
     - `x`: the fitted true x, if `sigma_x` was given.
     - `scale`: the estimated factor on `sigma`: the standard deviation of the residuals
@@ -267,6 +269,12 @@ class CurveFit(eqx.Module):
             )
         return self._data
 
+    def _like_y(self) -> PyTree:
+        """Return the shapes and types of y of one data set in memory."""
+        assert self._data is not None
+        setting = self._setting
+        return setting.curve.shapes(self._start, setting.fixed, self._data.x)
+
     def _quantile(self, confidence: float) -> float:
         from scipy.stats import norm, t  # slow to import
 
@@ -275,13 +283,18 @@ class CurveFit(eqx.Module):
             return float(norm.ppf(both))
         return float(t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
-    def outliers(self) -> np.ndarray:
+    def outliers(self) -> PyTree[np.ndarray]:
         """Return the indices of outliers; with several data sets, rows `(set, point)`. At
         an outlier a robust loss pulls less than a third as much as squared error, and the
-        residual exceeds three standard deviations of the noise."""
+        residual exceeds three standard deviations of the noise.
+
+        A point is a row of y, so that `y[fit.outliers()]` are the outliers. A point of
+        several numbers, such as a complex number, is one if any of its numbers is. If y
+        is a pytree of several arrays, so is the result, with the indices in each."""
         if not self._setting.is_robust:
             return np.zeros(0, int)
-        return outliers(self, self._at_hand("outliers"))
+        self._at_hand("outliers")
+        return outliers(self)
 
     def runs_test(self) -> float:
         """Return the p-value of Wald and Wolfowitz's test of the residuals' signs.

@@ -137,10 +137,12 @@ def _data(
     counted = _by_entry(is_used, y) & ~jnp.isnan(values)
     wrong = jnp.zeros(size, bool)
     if sigma is not None:
-        wrong = ~is_missing & _by_point(~(errors > 0), y)
+        # Entry by entry, since another one of the same point may be missing.
+        wrong = ~is_unknown & _by_point(~(errors > 0) & ~jnp.isnan(values), y)
         counted &= jnp.isfinite(errors)
         errors = jnp.where(counted, errors, 1)
-    flags = [is_missing, _by_point(jnp.isinf(values), y), wrong]
+    infinite = ~is_unknown & _by_point(jnp.isinf(values), y)
+    flags = [is_missing, infinite, wrong]
     values = jnp.where(counted, values, 0)
     return Data(x, values, errors, counted.astype(values.dtype)), flags
 

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
 from .._common._canonical import of_one_example
-from .._common._checks import explains_itself, first_line
+from .._common._checks import check_takes, explains_itself, first_line
 from ._arrays import as_array
 from ._curve import Curve, flat, wholly_missing
 
@@ -103,6 +104,14 @@ def _refuse(
     - `tree`: y.
     - `out`: the shapes that `f` returns, or the error that it raises.
     """
+    # What `f` returns if the call was `curve_fit(f, start, x, y)`
+    in_other_order = Curve(lambda parameters, _: curve.f(x, tree))
+    found, start = _outputs(in_other_order, free, kept, x), eqx.combine(free, kept)
+    if _shapes(found) == _shapes(start) and _tree.size(x) < _tree.size(start):
+        raise ValueError(
+            "`f(start, x)` does not have the shapes of `y`, but would have if the "
+            "arguments were in another order: pass `gnlin.curve_fit(f, x, y, start)`."
+        )
     in_order_of_scipy = Curve(lambda parameters, x: curve.f(x, parameters))
     swapped = _outputs(in_order_of_scipy, free, kept, x)
     if _shapes(swapped) == _shapes(tree) and _shapes(out) != _shapes(x):
@@ -128,6 +137,12 @@ def _refuse(
                 f"shapes are {jax.tree.map(jnp.shape, free)}."
             )
     if isinstance(out, Exception):
+        check_takes(
+            "f(parameters, x)",
+            curve.f,
+            2,
+            ": for a function in the form of SciPy pass `lambda p, x: f(x, *p)`",
+        )
         if explains_itself(out):
             raise out
         remedy = ""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from .._common._complex import check_real
 from .._common._passes import Passes
 from .._common._tree import ravel_pytree, Structure, summed
 from ._base import AbstractJacobian, gram_of, multiplied
@@ -42,12 +43,14 @@ class AtHand(AbstractJacobian):
         return self.pull_back(ravel_pytree(vector)[0])
 
     def push_forward(self, tangent: PyTree[Array]) -> Float[Array, " m"]:
+        check_real("A vector that a Jacobian multiplies", tangent)
         leaves = map(jnp.asarray, jax.tree.leaves(tangent))
         pairs = zip(self._blocks, leaves, strict=True)
         pushed = summed(block.push_forward(v) for block, v in pairs)
         return pushed.astype(self.codomain.dtype)
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
+        check_real("A vector that a Jacobian multiplies", cotangent)
         pairs = zip(self._blocks, self.domain.leaves, strict=True)
         pulled = [block.pull_back(cotangent).astype(x.dtype) for block, x in pairs]
         return self.domain.treedef.unflatten(pulled)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
+from .._common._complex import check_real
 from .._common._convolutions import channels_last
 from .._common._cost import num_flops
 from .._common._passes import Passes
@@ -36,9 +37,11 @@ class ByPasses(AbstractJacobian):
     jac: Direction | None = eqx.field(static=True, default=None)
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        check_real("A vector that a Jacobian multiplies", vector)
         return channels_last(self._jvp)(vector)
 
     def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        check_real("A vector that a Jacobian multiplies", vector)
         (out,) = channels_last(jax.linear_transpose(self._jvp, self.domain.tree))(vector)
         return out
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
+from .._common._complex import check_real
 from .._common._passes import Passes
 from .._common._tree import ravel_pytree, Structure
 from ._by_passes import ByPasses
@@ -90,6 +91,7 @@ class Sparsity(eqx.Module):
         asdex = _asdex()
         y = jax.tree.map(jnp.asarray, y)
         outputs = jax.eval_shape(lambda y_: fn(y_, args), y)
+        check_real("Residuals with a `sparsity`", outputs)
         shape = Structure.of(outputs).size, Structure.of(y).size
         if pattern is None:
             found = asdex.jacobian_sparsity(lambda y_: fn(y_, args), y)

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, ScalarLike
 
 from .._common import _tree
 from .._common._checks import check_count, check_one_of, check_takes
+from .._common._complex import check_real
 from .._common._sharding import is_sharded
 from .._common._tree import ravel_pytree, Structure
 from .._jacobian import (
@@ -69,6 +70,7 @@ class Linearisation(eqx.Module):
 
     def __call__(self, y: PyTree[ArrayLike]) -> PyTree[Array]:
         """Evaluate the linearised function at `y`, by one Jacobian-vector product."""
+        check_real("The point `y`", y)
         difference = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype) - b, y, self.point)
         return jax.tree.map(jnp.add, self.outputs, self.jvp(difference))
 

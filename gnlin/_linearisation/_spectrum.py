@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import first_line, is_own, is_zero
+from .._common._complex import check_real
 from .._common._sharding import is_here
 from .._common._tree import gram_of_columns, matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
@@ -261,6 +262,7 @@ class Spectrum(eqx.Module):
 
     def _flat(self, outputs: PyTree[Array]) -> Float[Array, " m"]:
         if self._origin is None:  # of some eigenpairs only
+            check_real("The residual", outputs)
             return ravel_pytree(outputs)[0]
         return self._origin.jacobian.codomain.ravel(outputs)
 

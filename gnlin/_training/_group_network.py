@@ -16,6 +16,7 @@ from jaxtyping import Array, Key, PyTree
 from .._common import _tree
 from .._common._canonical import canonical, needed, of_one_example, read_by
 from .._common._checks import check_count, first_line, is_own
+from .._common._complex import in_real_parts
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
 from .._linearisation._objective import GroupLosses
@@ -165,7 +166,8 @@ def _residuals(
             f"The function of the group {name!r} uses dropout, which needs a key, and "
             "groups have none: call `equinox.nn.inference_mode(model)` in it."
         ) from error
-    return checked(residuals, f"The function of the group {name!r} must return arrays")
+    must = f"The function of the group {name!r} must return arrays"
+    return jax.tree.map(in_real_parts, checked(residuals, must))
 
 
 _ONE_EXAMPLE = "one example, without the data's leading axis"
@@ -220,9 +222,9 @@ def of_groups(
                 stacklevel=3,
             )
         inputs[name] = None if is_drawn else _wide(dtype, group.data)
-        targets[name] = group.targets
+        targets[name] = jax.tree.map(in_real_parts, group.targets)
         if group.data is None:  # All residuals form one example.
-            targets[name] = jax.tree.map(lambda x: x[None], group.targets)
+            targets[name] = jax.tree.map(lambda x: x[None], targets[name])
         of_network[name] = Group(
             group.fn,
             sampler=eqx.Partial(_wide_draw, dtype, group.data) if is_drawn else None,

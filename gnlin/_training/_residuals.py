@@ -14,6 +14,7 @@ from .._common._checks import (
     check_callable,
     check_finite_nonnegative,
     first_line,
+    shown,
 )
 from .._jacobian import Sparsity
 from .._linearisation._objective import objective_of
@@ -44,7 +45,8 @@ class Residuals(AbstractRecognised):
     **Arguments:**
 
     - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
-        arrays. It may differentiate the model with respect to its input.
+        arrays. It may differentiate the model with respect to its input. A complex array
+        becomes a real one with the real and imaginary parts on a new last axis.
     - `data`: the examples, a pytree of arrays with a leading axis over examples; a data
         frame is a dictionary of its columns. They are converted to at least the
         parameters' precision, for derivatives with respect to them. In [`gnlin.fit`][],
@@ -66,7 +68,8 @@ class Residuals(AbstractRecognised):
     - `sparsity`: a [`gnlin.Sparsity`][], for a group without data whose residuals each
         read few parameters.
     - `targets`: the targets of the loss: arrays with a leading axis over examples. The
-        default is zeros; [`gnlin.SoftmaxCrossEntropy`][] needs targets.
+        default is zeros; [`gnlin.SoftmaxCrossEntropy`][] needs targets. Those of complex
+        residuals are complex.
 
     **Raises:** `ValueError` if there are no examples, or the weight is invalid; also if
     the solver is not gnlin's and the loss is neither squared nor robust.
@@ -97,6 +100,11 @@ class Residuals(AbstractRecognised):
     sparsity: Sparsity | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
+        if callable(self.data) and not callable(self.fn):
+            raise ValueError(
+                "The function comes before the data, `gnlin.Residuals(fn, data)`, but "
+                f"{shown(self.fn)} was given as `fn`."
+            )
         check_callable(
             "fn", self.fn, "a function of a model and one example", "lambda m, x: m(x)"
         )

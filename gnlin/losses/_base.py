@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import as_scalar, check_one_of
+from .._common._complex import check_real
 from .._common._sharding import is_here
 from .._common._tree import ravel_pytree
 from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
@@ -255,6 +256,7 @@ def has_observed_factor(loss: AbstractLoss) -> bool:
 
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
     """Cast targets to the outputs' dtypes: 64-bit integers would promote to float64."""
+    check_real("The targets", target)
     return jax.tree.map(lambda t, f: t.astype(f.dtype), target, outputs)
 
 
@@ -314,6 +316,11 @@ def check_shapes(outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]) 
                 remedy = ": pass `targets[..., None]`"
             elif given == (*expected, 1):
                 remedy = ": pass `targets[..., 0]`"
+            elif given == (*expected, 2) or expected == (*given, 2):
+                remedy += (
+                    "; or make both complex or both real, since a complex number is "
+                    "compared as its two parts"
+                )
         raise ValueError(
             "The targets must have the shape of the model's outputs, "
             f"{_tree.shapes_in_words(outputs)}, but have {given}{remedy}."

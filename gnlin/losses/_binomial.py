@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common._checks import check_finite_positive, check_scalar
+from .._common._complex import check_real
 from ._base import (
     AbstractElementwiseLoss,
     cdf_of_counts,
@@ -26,6 +27,7 @@ def _as_trials(given: Any) -> Array:
     """Check and convert `trials`; traced values are not checked."""
     if isinstance(given, Tracer):
         return given
+    check_real("`trials`", given)
     try:
         trials = np.asarray(given, float)
     except (TypeError, ValueError) as error:

@@ -1,5 +1,6 @@
 """Cross-entropy losses for classification."""
 
+import warnings
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -11,16 +12,13 @@ from jaxtyping import Array, Bool, Float, Int, Num, Scalar
 
 from .._common import _tree
 from .._common._checks import check_less_than_one, is_whole
-from ._base import (
-    AbstractElementwiseLoss,
-    AbstractLoss,
-    check_between,
-    EACH_LOSS,
-    known,
-    Reduction,
-)
+from ._base import AbstractElementwiseLoss, AbstractLoss, EACH_LOSS, known, Reduction
 from ._binomial import binomial_root, binomial_slope
 from ._factors import AbstractFactor, SoftmaxFactor
+
+
+# Probabilities may sum to 1 up to this error, as those that are printed with few digits.
+_UNEVEN = 2e-3
 
 
 def is_label(target: Array) -> bool:
@@ -46,9 +44,12 @@ class SoftmaxCrossEntropy(AbstractLoss):
     axis of c classes.
 
     Targets are integer labels, with the outputs' shape without the last axis, or
-    probabilities, with the outputs' shape. An example may be a sequence, with outputs of
-    shape `(length, c)`, or an image: it then has many targets, and the mean is over all
-    targets that count, not over examples.
+    probabilities, with the outputs' shape. A warning says if probabilities do not sum to
+    1: for labels that do not exclude each other use [`gnlin.SigmoidCrossEntropy`][].
+    Counts of the classes are possible, too; they weight a target by its total. A target
+    of zeros does not count. An example may be a sequence, with outputs of shape
+    `(length, c)`, or an image: it then has many targets, and the mean is over all targets
+    that count, not over examples.
 
     **Arguments:**
 
@@ -194,7 +195,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
                     f"Probabilities must have the shape of the model's outputs, {shape}, "
                     f"but have {given}; labels must be integers."
                 )
-            check_between("probabilities", targets, 0, np.inf)
+            _check_probabilities(targets)
         else:
             hint = ": pass `labels.astype(int)`" if targets.dtype == bool else ""
             raise ValueError(
@@ -217,6 +218,29 @@ class SoftmaxCrossEntropy(AbstractLoss):
             raise ValueError(
                 f"The labels must lie between 0 and {num_classes - 1}, but one is "
                 f"{wrong[0]}; {hint}."
+            )
+
+
+def _check_probabilities(targets: Array) -> None:
+    """Raise unless known targets are finite and not negative; warn unless they sum to 1,
+    or to 0 where a target does not count."""
+    for each in known(targets):
+        wrong = each[~((each >= 0) & np.isfinite(each))]
+        if wrong.size > 0:
+            raise ValueError(
+                "The targets must be probabilities of the classes, or counts of them, "
+                f"finite and not negative, but one is {wrong[0]:g}."
+            )
+        sums = np.sum(each, axis=-1, dtype=float)
+        rounding = max(_UNEVEN, each.shape[-1] * float(jnp.finfo(each.dtype).eps))
+        if np.any((sums != 0) & (np.abs(sums - 1) > rounding)):
+            # The same words for all batches, so that Python shows them once.
+            warnings.warn(
+                "The targets of `gnlin.SoftmaxCrossEntropy` do not sum to 1 over the "
+                "classes: for labels that do not exclude each other use "
+                "`gnlin.SigmoidCrossEntropy()`; if they are counts of the classes, each "
+                "target has its total as a weight.",
+                stacklevel=3,
             )
 
 

@@ -139,6 +139,7 @@ def posterior(
             "effect: leave one of them out."
         )
     is_solution = isinstance(model, Solution)
+    counts_twice = is_solution and moves and about is None and not from_zero
     trained_with, state = (model.prior, model.state) if is_solution else (None, None)
     model, filter_spec = model_and_spec(model, filter_spec)
     if is_solution:
@@ -148,8 +149,6 @@ def posterior(
         prior = trained_with * unit if prior is None else prior
         if about is None and not from_zero:
             about = jax.tree.map(_zero, model)
-    elif is_solution and moves and about is None and not from_zero:
-        _warn_of_data_counted_twice()
     prior = 1.0 if prior is None else prior
     check_deviation("prior", prior)
     # The likelihood sums over all examples, however the loss was reduced in training.
@@ -157,6 +156,8 @@ def posterior(
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero, about, moves
     )
+    if counts_twice and trained_with is None:
+        _warn_of_data_counted_twice()
     jacobian = linearised.train.jacobian
     if curvature == "kronecker" and not Kronecker.fits(jacobian):
         raise ValueError(
