@@ -111,6 +111,12 @@ def test_what_is_chosen():
     sparse = Quadratic(lin.jacobian, lin.outputs)
     assert way_of(sparse, PseudoInverse(), 1, "auto") is FactorisedFirst
     assert way_of(sparse, PseudoInverse(1e-8), 1, "auto") is not FactorisedFirst
+    # Where everything is coupled, KLU takes longer than a dense decomposition.
+    pairs = np.random.default_rng(0).integers(400, size=(1600, 2))
+    coupled = chain(400, [(a, b) for a, b in pairs if a != b])
+    lin = gnlin.features.linearise_model(*coupled)
+    full = Quadratic(lin.jacobian, lin.outputs)
+    assert way_of(full, PseudoInverse(), 1, "auto") is not FactorisedFirst
     for given in (chain(5), chain(400, dtype=jnp.float32)):
         lin = gnlin.features.linearise_model(*given)
         other = Quadratic(lin.jacobian, lin.outputs)

@@ -134,6 +134,11 @@ class AbstractSubproblem(eqx.Module):
         Only geodesic acceleration needs it."""
         raise NotImplementedError
 
+    def with_rest(self, rest: PyTree[Array]) -> "AbstractSubproblem":
+        """Return the subproblem with another rest of the gradient, in place of the rest
+        that it has. Only covariances by solves need it."""
+        raise NotImplementedError
+
 
 class AbstractWay(AbstractSubproblem):
     """A way to solve a linearised problem. Whether it applies to a problem, and its cost,
@@ -173,8 +178,7 @@ class AbstractWay(AbstractSubproblem):
         return self.problem.gradient()
 
     def with_rest(self, rest: PyTree[Array]) -> "AbstractWay":
-        """Return the subproblem with another rest of the gradient, in place of the rest
-        that it has. By default it is set up again."""
+        """Return the subproblem with another rest; by default it is set up again."""
         problem = dataclasses.replace(self.problem, rest=rest, slope=None)
         return type(self).of(problem, problem.jacobian.cost())
 

@@ -33,7 +33,7 @@ from ._base import (
 from ._cholesky import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
 from ._schur import SchurComplement
-from ._sparse import has_factorisation, SparseLU
+from ._sparse import dense_seconds, has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
 from ._wrappers import AbstractWrapper
 
@@ -221,6 +221,13 @@ class FactorisedFirst(AbstractFirst):
     residuals_are_dear: ClassVar[bool] = True
     inner: SparseLU | SchurComplement
 
+    def __init__(
+        self,
+        first: SparseLU | SchurComplement,
+        directly: Callable[[], AbstractSubproblem],
+    ):
+        super().__init__(first, directly)
+
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         if not isinstance(problem, Quadratic) or is_sharded():
@@ -234,7 +241,9 @@ class FactorisedFirst(AbstractFirst):
         first = _factorising(cost)
         if first is None or num_trials > 1:
             return math.inf
-        return _BOTH_COMPILED + first.cost(cost, Tikhonov(1.0), _REFINED)
+        dense = dense_seconds(cost.reads) if first is SparseLU else 0.0
+        once = first.cost(cost, Tikhonov(1.0), _REFINED)
+        return _BOTH_COMPILED + once + _REFINED * dense
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "FactorisedFirst":

@@ -118,6 +118,17 @@ def _size(reads: Sequence[Reads]) -> tuple[int, int]:
     return num_entries, core * widest
 
 
+def dense_seconds(reads: Sequence[Reads]) -> float:
+    """Return KLU's seconds for a factorisation in which no parameter is eliminated
+    cheaply; 0 if some are, since graphs such as grids then take far less than the bound
+    of `_size`."""
+    _, core = _size(reads)
+    if core < sum(k * d for k, _, d in reads[0].arrays):
+        return 0.0
+    operations = reads[0].factor_operations if len(reads) == 1 else math.inf
+    return _OPERATION * min(float(core) ** 3 / 3, operations)
+
+
 class _Entries(eqx.Module):
     """Nonzero entries of the Jacobian in COO format, without duplicates. The entries of a
     row that an example reads a second time are zero, in columns beyond the last."""
