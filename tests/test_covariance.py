@@ -13,6 +13,7 @@ import scipy.optimize
 from fit_problems import Normalised
 
 import gnlin
+from gnlin._subproblem import _sparse
 from gnlin.predict import _covariance, covariance
 
 
@@ -190,12 +191,9 @@ def test_differences_are_known_where_places_are_not(monkeypatch, most):
     np.testing.assert_allclose(both[1, 1], 0.03, rtol=1e-5)
     assert both[0, 0] == np.inf
     assert np.isnan(both[0, 1])
+    assert np.all(known.standard_errors == np.inf)
     if most:
-        assert np.all(known.standard_errors == np.inf)
         return
-    with pytest.raises(ValueError, match="would take two solves for each"):
-        known.standard_errors  # noqa: B018
-
     place = places[:1]
     start = gnlin.Residuals(lambda p, x: (p - x) / 0.5, place, select=lambda _: 0)
     held = covariance(places, {"edges": group, "start": start})
@@ -203,6 +201,99 @@ def test_differences_are_known_where_places_are_not(monkeypatch, most):
     steps = np.arange(3)
     expected = 0.25 + 0.01 * np.minimum.outer(steps, steps)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    everything = np.sqrt(0.25 + 0.01 * np.arange(7))
+    np.testing.assert_allclose(held.standard_errors, everything, rtol=1e-5)
+
+
+def smoothed(seen):
+    """The covariances of the states of a particle of which noisy places were seen, by a
+    Kalman filter and the smoother of Rauch, Tung and Striebel; and the same as groups."""
+    moves = np.array([[1.0, 0.1], [0.0, 1.0]])
+    noise = 0.5 * np.array([[0.1**3 / 3, 0.1**2 / 2], [0.1**2 / 2, 0.1]])
+    mean, known = np.zeros(2), np.diag([1.0, 4.0])
+    before, after = [], []
+    for k, place in enumerate(seen):
+        if k:
+            mean, known = moves @ mean, moves @ known @ moves.T + noise
+        before.append((mean, known))
+        gain = known[:, :1] / (known[0, 0] + 0.09)
+        mean, known = mean + gain[:, 0] * (place - mean[0]), known - gain @ known[:1]
+        after.append((mean, known))
+    found = after[-1:]
+    for (mean, known), (ahead, spread) in zip(after[-2::-1], before[:0:-1], strict=True):
+        back = known @ moves.T @ np.linalg.inv(spread)
+        best, least = found[-1]
+        found.append(
+            (mean + back @ (best - ahead), known + back @ (least - spread) @ back.T)
+        )
+    means, covariances = map(np.stack, zip(*found[::-1], strict=True))
+
+    n, root = len(seen), np.linalg.inv(np.linalg.cholesky(noise))
+    rows = {"k": jnp.arange(n), "place": jnp.asarray(seen)}
+    groups = {
+        "prior": gnlin.Residuals(
+            lambda x, _: x[0] / jnp.array([1.0, 2.0]),
+            jnp.zeros((1, 1), int),
+            select=lambda k: k,
+        ),
+        "moves": gnlin.Residuals(
+            lambda x, _: root @ (x[1] - moves @ x[0]),
+            jnp.arange(n - 1),
+            select=lambda k: jnp.stack([k, k + 1]),
+        ),
+        "seen": gnlin.Residuals(
+            lambda x, d: (d["place"] - x[0]) / 0.3, rows, select=lambda d: d["k"]
+        ),
+    }
+    return means, covariances, groups
+
+
+@pytest.mark.parametrize("memory_budget", [2**31, 2**22])
+def test_all_errors_of_many_states_are_those_of_a_smoother(memory_budget):
+    """A matrix of the 3,000 parameters would take 72 MB."""
+    seen = np.cumsum(np.random.default_rng(0).normal(size=1500)) / 10
+    means, covariances, groups = smoothed(seen)
+    known = covariance(jnp.asarray(means), groups, memory_budget=memory_budget)
+    expected = np.sqrt(np.diagonal(covariances, axis1=1, axis2=2))
+    np.testing.assert_allclose(known.standard_errors, expected, rtol=1e-9)
+    block = known.matrix(lambda x: x[700])
+    np.testing.assert_allclose(block, covariances[700], rtol=1e-9, atol=1e-14)
+    error = known.derived(lambda x: x[700:703])[1]
+    np.testing.assert_allclose(error, expected[700:703], rtol=1e-9)
+
+
+@pytest.mark.parametrize("klu", [True, False])
+@pytest.mark.parametrize("num_held", [1, 0])
+def test_all_errors_by_solves_are_those_of_a_dense_inverse(monkeypatch, klu, num_held):
+    """Poses on a ring with chords, one of which is not reached by any edge."""
+    monkeypatch.setattr(_covariance, "_MANY", 0)
+    monkeypatch.setattr(_sparse, "has_factorisation", lambda: klu)
+    rng = np.random.default_rng(0)
+    ends = np.concatenate(
+        [np.arange(49)[:, None] + [0, 1], rng.integers(50, size=(20, 2))]
+    )
+    ends = ends[ends[:, 0] != ends[:, 1]]
+    scale = np.array([1e4, 1.0, 1e-3])
+    group = gnlin.Residuals(
+        lambda pair, e: scale * (pair[1] - pair[0]),
+        {"ends": jnp.asarray(ends)},
+        select=lambda e: e["ends"],
+    )
+    groups = {"edges": group}
+    if num_held:
+        groups["held"] = gnlin.Residuals(
+            lambda pose, k: 2.0 * scale * pose, jnp.array([0]), select=lambda k: k
+        )
+    known = covariance(jnp.zeros((51, 3)), groups)
+    incidence = np.zeros((len(ends) + num_held, 50))
+    incidence[np.arange(len(ends)), ends[:, 0]] = -1
+    incidence[np.arange(len(ends)), ends[:, 1]] = 1
+    incidence[len(ends) :, 0] = 2.0
+    variances = np.full((51, 3), np.inf)
+    if num_held:
+        inverse = np.linalg.inv(incidence.T @ incidence)
+        variances[:50] = np.diagonal(inverse)[:, None] / scale**2
+    np.testing.assert_allclose(known.standard_errors, np.sqrt(variances), rtol=1e-7)
 
 
 def test_errors_along_a_retraction():

@@ -36,7 +36,11 @@ class GaussNewton(AbstractFilteredGaussNewton):
     - `method`: the way to compute a step: `"auto"`, `"svd"`, `"eigh"`, `"matrix-free"`,
         or any linear solver of lineax, such as `lineax.QR()`. With bounds, or if the
         Jacobian is rank-deficient, it has to be one for singular problems, such as
-        `lineax.SVD()`.
+        `lineax.SVD()`. For sparse residuals in double precision, `"auto"` first tries a
+        sparse factorisation or a Schur complement. If the Jacobian is rank-deficient, or
+        nearly so, each step then takes a dense decomposition, and conjugate gradients if
+        that does not fit into the memory budget: use [`gnlin.LevenbergMarquardt`][]`()`
+        for large problems of this kind.
     - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
         [`gnlin.authoring.AbstractGaussNewton`][].
 

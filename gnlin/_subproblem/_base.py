@@ -1,6 +1,7 @@
 """The interface of a linearised problem that is ready to be solved for any filter."""
 
 import abc
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -133,6 +134,11 @@ class AbstractSubproblem(eqx.Module):
         Only geodesic acceleration needs it."""
         raise NotImplementedError
 
+    def with_rest(self, rest: PyTree[Array]) -> "AbstractSubproblem":
+        """Return the subproblem with another rest of the gradient, in place of the rest
+        that it has. Only covariances by solves need it."""
+        raise NotImplementedError
+
 
 class AbstractWay(AbstractSubproblem):
     """A way to solve a linearised problem. Whether it applies to a problem, and its cost,
@@ -170,6 +176,11 @@ class AbstractWay(AbstractSubproblem):
 
     def gradient(self) -> PyTree[Array]:
         return self.problem.gradient()
+
+    def with_rest(self, rest: PyTree[Array]) -> "AbstractWay":
+        """Return the subproblem with another rest; by default it is set up again."""
+        problem = dataclasses.replace(self.problem, rest=rest, slope=None)
+        return type(self).of(problem, problem.jacobian.cost())
 
     def damping_of(self, filter: Filter) -> ScalarLike:
         """Return the damping of a `Tikhonov` filter; raise for any other filter."""
@@ -230,6 +241,12 @@ class AbstractMethod(AbstractWay):
         new = problem, gradient, _tree.norm(gradient), passes
         parts = lambda w: (w.problem, w._gradient, w.gradient_norm, w.passes)
         return eqx.tree_at(parts, self, new)
+
+    def with_rest(self, rest: PyTree[Array]) -> "AbstractMethod":
+        problem = dataclasses.replace(self.problem, rest=rest, slope=None)
+        gradient = problem.gradient()
+        parts = lambda w: (w.problem, w._gradient, w.gradient_norm)
+        return eqx.tree_at(parts, self, (problem, gradient, _tree.norm(gradient)))
 
 
 Descent = GradientDescent | HeavyBall | Nesterov

@@ -20,7 +20,7 @@ from ..preconditioners import AbstractPreconditioner
 from ._base import AbstractWay, Answer, does_not_serve
 from ._cholesky import OnOutputs, OnParameters
 from ._cholesky_qr import CholeskyQR
-from ._fallbacks import EigenvaluesFirst, ProductsFirst
+from ._fallbacks import EigenvaluesFirst, FactorisedFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
 from ._nystrom_kernel import NystromKernel, OfLowRank
@@ -67,6 +67,7 @@ WAYS: tuple[type[AbstractWay], ...] = (
     ProductsFirst,
     MatrixFree,
     EigenvaluesFirst,
+    FactorisedFirst,
     ProxLinearOnOutputs,
     ProxLinearOnParameters,
 )

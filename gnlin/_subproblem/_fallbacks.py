@@ -6,16 +6,20 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
 from equinox import AbstractVar
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, PyTree, Scalar
 
+from .._common import _tree
 from .._common._passes import Passes
 from .._common._sharding import is_sharded
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter, Spectrum, svd_is_cheap
-from ..filters import Tikhonov
+from ..filters import PseudoInverse, Tikhonov
 from ._base import (
     AbstractSubproblem,
     AbstractWay,
@@ -28,7 +32,8 @@ from ._base import (
 )
 from ._cholesky import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
-from ._sparse import has_factorisation, SparseLU
+from ._schur import SchurComplement
+from ._sparse import dense_seconds, has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
 from ._wrappers import AbstractWrapper
 
@@ -42,6 +47,11 @@ _FEWEST_TRIED = 10
 _ITERATION = 5e-5
 # Approximate share of problems in which eigenvalues do not suffice.
 _SHARE_UNRESOLVED = 1 / 3
+# The sparse factorisation of an undamped problem has this multiple of the curvature's
+# rounding as its damping, of which each refinement removes the effect.
+_ROUNDINGS, _REFINED = 100, 3
+# Most that a refinement may leave of the error in any direction.
+_MOST_LEFT = 1e-3
 # Seconds added to the cost of each step for compiling two ways, and for trying products.
 _BOTH_COMPILED, _TRYING = 1e-3, 5e-3
 
@@ -188,6 +198,115 @@ class EigenvaluesFirst(AbstractFirst):
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         kept = eqx.tree_at(lambda s: s.spectrum, self.inner, self.spectrum)
         return kept.solve(filter), self.resolved
+
+
+class FactorisedFirst(AbstractFirst):
+    r"""A sparse factorisation or a Schur complement for an undamped problem, and a dense
+    way if the problem is rank-deficient.
+
+    A tiny damping $\lambda$ makes the factorisation possible. Each refinement
+    $\delta \leftarrow \delta - (A + \lambda)^{-1}\nabla(\delta)$ multiplies the error in
+    an eigenvector of the curvature $A$ by $\lambda/(w + \lambda)$. The largest of these
+    factors follows from a power method with the same matrix, and is one if the problem is
+    rank-deficient. Parameters that no residual depends on have a step of zero.
+
+    ??? cite "Reference"
+
+        Å. Björck, *Numerical methods for least squares problems* (1996), section 2.9, on
+        refinement; J. D. Riley, *Solving systems of linear equations with a positive
+        definite, symmetric, but possibly ill-conditioned matrix* (1955), for the damping.
+    """
+
+    method: ClassVar[str] = "sparse"
+    residuals_are_dear: ClassVar[bool] = True
+    inner: SparseLU | SchurComplement
+
+    def __init__(
+        self,
+        first: SparseLU | SchurComplement,
+        directly: Callable[[], AbstractSubproblem],
+    ):
+        super().__init__(first, directly)
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        if not isinstance(problem, Quadratic) or is_sharded():
+            return False
+        undamped = isinstance(filter, PseudoInverse) and filter.rcond is None
+        double = _tree.dtype(problem.residual) == jnp.float64
+        return undamped and double and _factorising(problem.jacobian.cost()) is not None
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        first = _factorising(cost)
+        if first is None or num_trials > 1:
+            return math.inf
+        dense = dense_seconds(cost.reads) if first is SparseLU else 0.0
+        once = first.cost(cost, Tikhonov(1.0), _REFINED)
+        return _BOTH_COMPILED + once + _REFINED * dense
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "FactorisedFirst":
+        problem = problem.at_hand_if_it_fits()
+        first, cost = _factorising(cost), problem.jacobian.cost()
+        assert first is not None  # as `fits` has checked
+        dense = EigenvaluesFirst, SingularValues, Eigenvalues, MatrixFree
+        cheapest = min(dense, key=lambda way: way.cost(cost, PseudoInverse(), 1))
+        return cls(first.of(problem, cost), Partial(cheapest.of, problem, cost))
+
+    def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
+        problem, jacobian = self.problem, self.problem.jacobian
+        squares = jacobian.squared_columns()
+        largest = jnp.max(jnp.stack([jnp.max(x) for x in jax.tree.leaves(squares)]))
+        damping = _tree.fixed(_ROUNDINGS * _tree.eps(largest) * largest)
+        is_read = jax.tree.map(lambda x: x > 0, squares)
+        only_read = lambda tree: jax.tree.map(
+            lambda there, x: jnp.where(there, x, 0), is_read, tree
+        )
+        zeros = jax.tree.map(jnp.zeros_like, problem.residual)
+        plain = self.inner.with_residual(zeros)
+
+        def solved(slope: PyTree[Array]) -> PyTree[Array]:
+            return plain.with_rest(slope).solve(Tikhonov(damping)).step
+
+        def refined(_, carry):
+            step, slope, probe, _ = carry
+            # One factorisation serves for both right-hand sides.
+            both = jax.tree.map(lambda *x: jnp.stack(x), only_read(slope), probe)
+            both = jax.vmap(solved)(both)
+            change, probed = (jax.tree.map(lambda x, k=k: x[k], both) for k in (0, 1))
+            step = _tree.axpy(1, change, step)
+            residual = _tree.axpy(1, jacobian.mv(step), problem.residual)
+            slope = jacobian.rmv(residual)
+            if problem.rest is not None:
+                slope = _tree.axpy(1, problem.rest, slope)
+            probed = _tree.scale(-damping, probed)
+            return step, slope, probed, _tree.norm(probe)
+
+        slope = self.inner.gradient()
+        probe = only_read(_random_signs(slope))
+        start = _tree.zeros_like(slope), slope, probe, _tree.norm(probe)
+        step, _, probe, before = jax.lax.fori_loop(0, _REFINED, refined, start)
+        resolved = _tree.norm(probe) <= _MOST_LEFT * before
+        passes = jacobian.a_product() * _REFINED
+        # A step that is not finite ends the run, by whichever way it was found.
+        known = resolved | ~jnp.isfinite(self.gradient_norm)
+        return Answer(step, passes=passes), known
+
+
+def _random_signs(like: PyTree[Array]) -> PyTree[Array]:
+    generator = np.random.default_rng(0)  # the same signs in every program
+    signs = lambda x: jnp.asarray(generator.choice([-1.0, 1.0], x.shape), x.dtype)
+    return jax.tree.map(signs, like)
+
+
+def _factorising(cost: Cost) -> type[SparseLU | SchurComplement] | None:
+    """Return the cheaper factorisation of a sparse Jacobian; `None` if there is none."""
+    if not cost.reads:
+        return None
+    ways = [SchurComplement, *[SparseLU] * has_factorisation()]
+    costs = [way.cost(cost, Tikhonov(1.0), 1) for way in ways]
+    return None if math.isinf(min(costs)) else ways[costs.index(min(costs))]
 
 
 def _with_residual(

@@ -118,6 +118,17 @@ def _size(reads: Sequence[Reads]) -> tuple[int, int]:
     return num_entries, core * widest
 
 
+def dense_seconds(reads: Sequence[Reads]) -> float:
+    """Return KLU's seconds for a factorisation in which no parameter is eliminated
+    cheaply; 0 if some are, since graphs such as grids then take far less than the bound
+    of `_size`."""
+    _, core = _size(reads)
+    if core < sum(k * d for k, _, d in reads[0].arrays):
+        return 0.0
+    operations = reads[0].factor_operations if len(reads) == 1 else math.inf
+    return _OPERATION * min(float(core) ** 3 / 3, operations)
+
+
 class _Entries(eqx.Module):
     """Nonzero entries of the Jacobian in COO format, without duplicates. The entries of a
     row that an example reads a second time are zero, in columns beyond the last."""
@@ -152,7 +163,8 @@ class _Entries(eqx.Module):
     ) -> Float[Array, " p"]:
         """Return the step; NaN if an input is not finite. KLU is never given NaN, nor a
         singular matrix, for which it raises: the damping is at least the rounding of the
-        largest column."""
+        largest column. The matrix does not depend on the right-hand side, so that
+        `jax.vmap` over right-hand sides factorises it once."""
         m, n = self.shape
         dtype = self.values.dtype
         rounding = jnp.finfo(dtype).eps * self.largest_column()
@@ -160,13 +172,14 @@ class _Entries(eqx.Module):
         damping = jnp.maximum(jnp.asarray(damping, dtype), rounding)
         zeros = jnp.zeros(n - below.size, dtype)
         right = jnp.concatenate([above.astype(dtype), below.astype(dtype), zeros])
-        finite = _tree.all_finite((self.values, right, damping))
-        values = jnp.where(finite, self.values, 0)
-        lower = jnp.full(n, jnp.where(finite, -damping, 1))
+        sound = _tree.all_finite((self.values, damping))
+        values = jnp.where(sound, self.values, 0)
+        lower = jnp.full(n, jnp.where(sound, -damping, 1))
         places = jnp.arange(m + n, dtype=self.row.dtype)
         row = jnp.concatenate([self.row, m + self.column, places])
         column = jnp.concatenate([m + self.column, self.row, places])
         matrix = jnp.concatenate([values, values, jnp.ones(m, dtype), lower])
+        finite = sound & _tree.all_finite(right)
         found = _factorisation()(row, column, matrix, jnp.where(finite, right, 0))
         return jnp.where(finite, found[m : m + below.size], jnp.nan)
 

@@ -39,8 +39,8 @@ from ._inverse import BySingularValues, BySolves
 # The model counts as at the minimum within this many standard deviations, measured by the
 # length of a Newton step. The errors change little over a fraction of themselves.
 _AT_MINIMUM = 0.1
-# Sparse problems of more parameters than this are solved for each function. A matrix of
-# 2,000 parameters takes some ten seconds.
+# Sparse problems of more parameters than this are solved for each function. Singular
+# values of a matrix of 2,000 parameters take some ten seconds.
 _MANY = 2000
 
 
@@ -279,19 +279,14 @@ class ParameterCovariance(eqx.Module):
         `None` for other leaves. It is infinite if the residuals do not determine the
         parameter, and zero for an entry of a step that the retraction does not use.
 
-        **Raises:** `ValueError` for sparse residuals of more than 2,000 parameters, or if
-        a p x p matrix or the Jacobian does not fit into the memory budget."""
-        structure = Structure.of(self._parameters)
-        if isinstance(self._inverse, BySolves):
-            raise ValueError(
-                f"The errors of all {structure.size:,} parameters would take two solves "
-                "for each: ask for those that you need, such as "
-                "`derived(lambda model: model[:3])`, or raise `memory_budget` if it is "
-                "below that of their covariance."
-            )
-        identity = jnp.eye(structure.size, dtype=self._inverse.known.factor.dtype)
-        known = _covariance_of(self._inverse, identity, self.scale)
-        return structure.unravel(jnp.sqrt(jnp.diagonal(known)))
+        Sparse residuals of more than 2,000 parameters take a solve for each parameter,
+        and no p x p matrix. With a sparse factorisation of a chain of states this is
+        0.4 s for 3,000 parameters, 7 s for 10,000 and 71 s for 30,000.
+
+        **Raises:** `ValueError` if a p x p matrix or the Jacobian does not fit into the
+        memory budget."""
+        variances = _variances(self._inverse, self.scale)
+        return Structure.of(self._parameters).unravel(jnp.sqrt(variances))
 
     def derived(self, fn: Callable[[Any], PyTree[Array]]) -> Estimate:
         """Return a function of the model with its standard error, by linear propagation
@@ -307,7 +302,8 @@ class ParameterCovariance(eqx.Module):
         not determine the value.
         """
         lin = self._linearised(fn)
-        errors = jnp.sqrt(jnp.diagonal(self._of(lin)))
+        variances = _variances_of(self._inverse, lin.matrix(), self.scale)
+        errors = jnp.sqrt(variances)
         return Estimate(lin.outputs, Structure.of(lin.outputs).unravel(errors))
 
     def matrix(self, fn: Callable[[Any], PyTree[Array]]) -> Float[Array, "k k"]:
@@ -344,3 +340,17 @@ def _covariance_of(
     finite = jnp.all(jnp.isfinite(rows), axis=1)
     found = inverse.covariance_of(jnp.where(finite[:, None], rows, 0), scale)
     return jnp.where(finite[:, None] & finite[None], found, jnp.nan)
+
+
+@eqx.filter_jit
+def _variances_of(
+    inverse: BySingularValues | BySolves, rows: Float[Array, "k p"], scale: Scalar
+) -> Float[Array, " k"]:
+    finite = jnp.all(jnp.isfinite(rows), axis=1)
+    found = inverse.variances_of(jnp.where(finite[:, None], rows, 0), scale)
+    return jnp.where(finite, found, jnp.nan)
+
+
+@eqx.filter_jit
+def _variances(inverse: BySingularValues | BySolves, scale: Scalar) -> Float[Array, " p"]:
+    return inverse.variances(scale)

@@ -2,6 +2,7 @@
 function of the parameters."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
@@ -20,9 +21,14 @@ from .._subproblem import choose
 from ..filters import Tikhonov
 
 
-# A function is undetermined if its variance falls by more than the first factor when the
-# damping, a multiple of the rounding of the curvature, rises by the second.
-_FALLS, _RISES, _ROUNDINGS = 1.1, 4.0, 100.0
+# The damping is this multiple of the rounding of the curvature. A function is not
+# determined if the damping determines more than this part of its variance.
+_ROUNDINGS, _PART = 100.0, 0.03
+# Functions solved for at a time: the factorisation is made once for all of them. Its time
+# is that of about ten solves, and a larger number does not make a solve cheaper.
+_MOST_AT_ONCE = 256
+# Vectors of the size of the system in memory, for each of these functions.
+_VECTORS = 8
 
 
 class BySingularValues(eqx.Module):
@@ -56,6 +62,15 @@ class BySingularValues(eqx.Module):
         """Return the covariance of linear functions of the parameters."""
         return self.known.covariance_of(rows, scale.astype(rows.dtype))
 
+    def variances_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
+        """Return the variances of linear functions of the parameters."""
+        return self.known.variances(rows, scale.astype(rows.dtype))
+
+    def variances(self, scale: Scalar) -> Float[Array, " p"]:
+        """Return the variance of each parameter."""
+        factor = self.known.factor
+        return self.variances_of(jnp.eye(len(factor), dtype=factor.dtype), scale)
+
     def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
         """Return the length of a Newton step in standard deviations."""
         flat = _tree.ravel_pytree(slope)[0]
@@ -63,9 +78,14 @@ class BySingularValues(eqx.Module):
 
 
 class BySolves(eqx.Module):
-    """The inverse of the curvature by damped solves for each function, for sparse
+    r"""The inverse of the curvature by damped solves for each function, for sparse
     problems of many parameters. The damping is that of rounding, after the columns are
-    scaled to length 1, so that it does not depend on the parameters' units."""
+    scaled to length 1, so that it does not depend on the parameters' units.
+
+    With $x = (A + \lambda)^{-1} a$, a variance $a^\top x$ falls by
+    $\lambda\lVert x\rVert^2$ if the damping grows in proportion. This is all of it in
+    directions without curvature, and otherwise what the damping took from the variance,
+    to first order."""
 
     problem: Quadratic
     units: PyTree[Array]
@@ -89,28 +109,84 @@ class BySolves(eqx.Module):
         return BySolves(scaled, units, damping, jnp.sum(moving))
 
     def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
-        """Return the covariance of linear functions of the parameters. Two dampings show
-        whether the function is determined, and remove most of the damping's effect."""
-        units = _tree.ravel_pytree(self.units)[0]
-        unravel = self.problem.jacobian.domain.unravel
-        rows = rows / units[None]
+        """Return the covariance of linear functions of the parameters."""
+        step = self._steps()
+        rows = rows / self._flat_units()[None]
+        solved = -self._in_blocks(step, rows)
+        damped = _tree.matmul(rows, solved.T)
+        lost = self.damping * _tree.matmul(solved, solved.T)
+        determined = jnp.diagonal(lost) <= _PART * jnp.diagonal(damped)
+        found = 0.5 * (damped + damped.T) + lost
+        return where_determined(determined, scale * found)
 
-        def damped(damping: Scalar) -> Float[Array, "k k"]:
-            solved = jax.lax.map(lambda row: self._step(unravel(row), damping), rows)
-            flat = jax.vmap(lambda step: _tree.ravel_pytree(step)[0])(solved)
-            return -_tree.matmul(rows, flat.T)
+    def variances_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
+        """Return the variances of linear functions of the parameters."""
+        units = self._flat_units()
+        return self._variances(lambda row: row / units, rows, scale)
 
-        less, more = damped(self.damping), damped(_RISES * self.damping)
-        determined = jnp.diagonal(less) <= _FALLS * jnp.diagonal(more)
-        found = less + (less - more) / (_RISES - 1)
-        return where_determined(determined, scale * 0.5 * (found + found.T))
+    def variances(self, scale: Scalar) -> Float[Array, " p"]:
+        """Return the variance of each parameter, without a p x p matrix."""
+        units = self._flat_units()
+        every = jnp.arange(len(units))
+
+        def row(k: Int[Array, ""]) -> Float[Array, " p"]:
+            return jnp.zeros_like(units).at[k].set(1 / units[k])
+
+        return self._variances(row, every, scale)
 
     def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
         """Return the length of a Newton step in standard deviations. A product with the
         Jacobian removes what rounding adds in directions without curvature."""
         slope = jax.tree.map(jnp.divide, slope, self.units)
-        return _tree.norm(self.problem.jacobian.mv(self._step(slope, self.damping)))
+        step = self._steps()(_tree.ravel_pytree(slope)[0])
+        return _tree.norm(self.problem.jacobian.push_forward(self._unravel(step)))
 
-    def _step(self, slope: PyTree[Array], damping: Scalar) -> PyTree[Array]:
-        problem, filter = dataclasses.replace(self.problem, rest=slope), Tikhonov(damping)
-        return choose(problem, filter).solve(filter).step
+    def _variances(
+        self, row_of: Callable[[Array], Array], each: Array, scale: Scalar
+    ) -> Array:
+        """Return the variances of the functions whose rows, in the scaled parameters,
+        `row_of` makes from the entries of `each`."""
+        step = self._steps()
+
+        def variance(of: Array) -> Scalar:
+            row = row_of(of)
+            solved = -step(row)
+            damped, lost = (
+                _tree.dot(row, solved),
+                self.damping * _tree.dot(solved, solved),
+            )
+            return jnp.where(lost <= _PART * damped, damped + lost, jnp.inf)
+
+        return scale * self._in_blocks(variance, each)
+
+    def _in_blocks(self, fn: Callable[[Array], Array], each: Array) -> Array:
+        """Map a function of one row in blocks of equal size that fit in the memory
+        budget."""
+        jacobian = self.problem.jacobian
+        one = _VECTORS * sum(jacobian.shape) * self.damping.dtype.itemsize
+        most = max(1, min(_MOST_AT_ONCE, jacobian.memory_budget // one))
+        number = max(1, -(-len(each) // most))
+        size = max(1, -(-len(each) // number))
+        more = [(0, number * size - len(each))] + [(0, 0)] * (each.ndim - 1)
+        found = jax.lax.map(fn, jnp.pad(each, more), batch_size=size)
+        return found[: len(each)]
+
+    def _steps(self) -> Callable[[Float[Array, " p"]], Float[Array, " p"]]:
+        """Set the problem up, and return its step for a gradient."""
+        filter = Tikhonov(self.damping)
+        zeros = self._unravel(jnp.zeros_like(self._flat_units()))
+        problem = dataclasses.replace(self.problem, rest=zeros)
+        # More than one trial: trying products first would not pay for many functions.
+        ready = choose(problem, filter, num_trials=2).factorised(filter)
+
+        def step(slope: Float[Array, " p"]) -> Float[Array, " p"]:
+            found = ready.with_rest(self._unravel(slope)).solve(filter).step
+            return _tree.ravel_pytree(found)[0]
+
+        return step
+
+    def _unravel(self, flat: Float[Array, " p"]) -> PyTree[Array]:
+        return self.problem.jacobian.domain.unravel(flat)
+
+    def _flat_units(self) -> Float[Array, " p"]:
+        return _tree.ravel_pytree(self.units)[0]
