@@ -324,7 +324,7 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     impossible = s > 2 * p**0.5 * sizes
     vanish = (s[0] > 0) & (s[0] ** 2 == 0)  # all squares underflow
 
-    def above(least: float, faint=None) -> Spectrum:
+    def above(least: ScalarLike, faint=None) -> Spectrum:
         kept = jnp.where((s <= least * sizes) & jnp.isfinite(sizes) | impossible, 0, s)
         lift = Partial(lift_singular, Partial(jacobian.domain.unravel), kept, vt)
         origin = _Origin(jacobian, residual, u if m <= p else vt.T)
@@ -357,7 +357,7 @@ def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> 
     phi = jacobian.as_matrix()
     eigenvalues, v = _largest_first(*_lapack.eigh(gram_of_columns(phi)))
 
-    def above(least: float, faint=None) -> Spectrum:
+    def above(least: ScalarLike, faint=None) -> Spectrum:
         w = jnp.where(eigenvalues <= least * eigenvalues[0], 0, eigenvalues)
         s = jnp.sqrt(w)
         return Spectrum(
