@@ -7,7 +7,7 @@ therefore given zeros in its place.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, ScalarLike
+from jaxtyping import Array, Float
 
 from .._common._checks import is_traced
 from .._common._tree import matmul
@@ -37,9 +37,9 @@ def svd(
 _ROUNDINGS = 4.0
 
 
-def rounding_of_singular_values(few: int, many: ScalarLike, eps: float) -> ScalarLike:
+def rounding_of_singular_values(few: int, many: Any, eps: float) -> Any:
     """Return the part of the largest singular value below which others may be rounding,
-    with `few` and `many` the lengths of the sides.
+    with `few` and `many` the lengths of the sides, of which the second may be traced.
 
     The usual `many` times eps holds in the worst case. It exceeds 1 for ten million rows
     in single precision, where no singular value would be left."""
