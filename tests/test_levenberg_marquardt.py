@@ -8,6 +8,7 @@ import optimistix as optx
 import pytest
 import scipy.optimize
 import scipy.sparse.linalg
+from jax.flatten_util import ravel_pytree
 from problems import (
     as_jax,
     damped_step,
@@ -480,3 +481,42 @@ def test_a_loss_that_is_nearly_linear_far_off():
     solution = gnlin.solve(line, (x, 1 + 2 * x), loss=loss, progress=False)
     assert solution.result == optx.RESULTS.successful
     np.testing.assert_allclose(solution.model[1], [1, 2], rtol=1e-6)
+
+
+def test_a_column_that_vanishes_at_the_minimum():
+    # The derivative by a depth is zero at the surface. If its scale fell, too, the damping
+    # that its own curvature needs would hold back all other parameters.
+    rng = np.random.default_rng(0)
+    stations, epicentres = rng.uniform(-5, 5, (8, 2)), rng.uniform(-3, 3, (5, 2))
+    squared_depths = np.array([-1.0, 1.0, 4.0, 9.0, 2.0])  # the first is as if above
+    delays = rng.normal(0, 0.3, 8)
+    apart = np.sum((epicentres[:, None] - stations[None]) ** 2, axis=-1)
+    distances = np.sqrt(np.maximum(apart + squared_depths[:, None], 0.01))
+    observed = distances + delays
+
+    def misfits(p, _):
+        place, time, delay = p["place"], p["time"], p["delay"]
+        apart = jnp.sum((place[:, None, :2] - stations[None]) ** 2, axis=-1)
+        distances = jnp.sqrt(apart + place[:, None, 2] ** 2)
+        arrivals = distances + time[:, None] + delay[None]
+        return {"arrivals": (arrivals - observed) / 0.05, "delays": delay / 0.3}
+
+    start = {
+        "place": jnp.tile(jnp.array([0.0, 0.0, 2.0]), (5, 1)),
+        "time": jnp.zeros(5),
+        "delay": jnp.zeros(8),
+    }
+    solver = gnlin.LevenbergMarquardt()
+    solution = optx.least_squares(misfits, solver, start, max_steps=100, throw=False)
+    assert solution.result == optx.RESULTS.successful
+    flat, unravel = ravel_pytree(start)
+    by_scipy = scipy.optimize.least_squares(
+        lambda y: np.asarray(ravel_pytree(misfits(unravel(y), None))[0]),
+        flat,
+        method="lm",
+        xtol=1e-12,
+        ftol=1e-14,
+    )
+    loss = 0.5 * np.sum(ravel_pytree(misfits(solution.value, None))[0] ** 2)
+    np.testing.assert_allclose(loss, by_scipy.cost, rtol=1e-8)
+    assert abs(solution.value["place"][0, 2]) < 1e-6
