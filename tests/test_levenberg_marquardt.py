@@ -484,8 +484,8 @@ def test_a_loss_that_is_nearly_linear_far_off():
 
 
 def test_a_column_that_vanishes_at_the_minimum():
-    # The derivative by a depth is zero at the surface. If its scale fell, the damping that
-    # its own curvature needs would hold back all other parameters.
+    # The derivative by a depth is zero at the surface. If its scale fell, the damping
+    # that its own curvature needs would hold back all other parameters.
     rng = np.random.default_rng(0)
     stations, epicentres = rng.uniform(-5, 5, (8, 2)), rng.uniform(-3, 3, (5, 2))
     squared_depths = np.array([-1.0, 1.0, 4.0, 9.0, 2.0])  # the first is as if above

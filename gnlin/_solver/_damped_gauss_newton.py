@@ -43,7 +43,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         Jacobian's columns; `"more"` their maxima, which decay by 0.8 per outer step
         (Moré, 1978); `"root"` the square roots of the norms divided by the largest norm,
         or, for columns below a millionth of the largest, a thousand times that quotient.
-        These fall by at most 2 % in an outer step.
+        These fall by at most 3 % in an outer step.
         These three need the dense Jacobian. With `"marquardt"` and `"more"` the
         parameters' units do not matter.
     - `momentum`: $\mu$ below 1, as in SPRING: the damping is
