@@ -198,10 +198,10 @@ def test_when_auto_takes_it(shape, filter, budget, expected, backend, monkeypatc
     assert backend == "gpu" or found[0] == expected
 
 
-@pytest.mark.parametrize(("dtype", "by_svd"), [(jnp.float32, 399), (jnp.float64, 42)])
-def test_parameters_that_the_data_do_not_determine_stay(dtype, by_svd):
+@pytest.mark.parametrize(("dtype", "largest"), [(jnp.float32, 2), (jnp.float64, 1e-4)])
+def test_parameters_that_the_data_do_not_determine_stay(dtype, largest):
     """Only sums of two parameters matter, and the data are noisy: rounding must not
-    become steps. Compare with the largest parameter by singular values."""
+    become steps, which would separate the two. The sums reach 800."""
     rng = np.random.default_rng(0)
     a = jnp.asarray(rng.normal(size=(80, 24)), dtype)
     b = jnp.asarray(rng.normal(size=80), dtype)
@@ -212,7 +212,7 @@ def test_parameters_that_the_data_do_not_determine_stay(dtype, by_svd):
         max_steps=60,
         throw=False,
     )
-    assert np.max(np.abs(solution.value)) < 3 * by_svd
+    assert np.max(np.abs(solution.value[:24] - solution.value[24:])) < largest
 
 
 def test_levels_of_factors_that_overlap():

@@ -21,10 +21,11 @@ def wavy(size, seed, shape=(12, 5)):
 def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
     """Return (y, dampings, rejected) of `num_steps` steps with a literal search."""
     damping, last, dampings, num_rejected = None, None, [], 0
+    scale = np.zeros_like(y)
     for _ in range(num_steps):
         r, jacobian = sines_numpy(y, args)
         norms = np.linalg.norm(jacobian, axis=0)
-        scale = np.sqrt(norms / norms.max())
+        scale = np.maximum(np.sqrt(norms / norms.max()), 0.97 * scale)
         gradient = jacobian.T @ r
         attainable = half_squares(r) - half_squares(
             r + jacobian @ np.linalg.lstsq(jacobian, -r, rcond=None)[0]
