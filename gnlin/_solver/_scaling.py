@@ -102,7 +102,7 @@ class Measured(NamedTuple):
         scale = _roots(norms) if scaling == "root" else norms
         if before is not None:
             flat, unravel = _tree.ravel_pytree(scale)
-            # A detour may lead to where a derivative is not finite, and is forgotten then.
+            # A detour to where a derivative is not finite is forgotten.
             flat = jnp.where(jnp.isfinite(flat), flat, 0)
             before = jnp.maximum(flat, _DECAY[scaling] * before)
             scale = unravel(before)
