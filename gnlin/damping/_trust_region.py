@@ -43,7 +43,7 @@ class TrustRegion(AbstractDamping):
     **Arguments:**
 
     - `factor`: the first radius, divided by $\lVert Dy\rVert$ unless that is 0. MINPACK
-        uses 100; with 1 52 of NIST's 54 fits are solved.
+        uses 100. With 1, 52 of NIST's 54 fits are solved.
 
     ??? cite "Reference"
 
