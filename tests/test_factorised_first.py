@@ -41,8 +41,9 @@ def compare(lin, outputs, rest=None, *, is_resolved=True, tolerance=1e-9):
     assert error <= tolerance * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("way", [SchurComplement, SparseLU])
-@pytest.mark.parametrize("with_rest", [True, False])
+@pytest.mark.parametrize(
+    ("way", "with_rest"), [(SchurComplement, True), (SparseLU, False)]
+)
 def test_steps_are_those_of_the_pseudo_inverse(monkeypatch, way, with_rest):
     monkeypatch.setattr(_fallbacks, "_factorising", lambda cost: way)
     model, data = problem()
@@ -52,8 +53,7 @@ def test_steps_are_those_of_the_pseudo_inverse(monkeypatch, way, with_rest):
     compare(lin, lin.outputs, rest, is_resolved=is_resolved, tolerance=1e-7)
 
 
-@pytest.mark.parametrize("num_unread", [0, 2])
-@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize(("is_held", "num_unread"), [(True, 0), (False, 2)])
 def test_graphs_with_and_without_a_gauge(is_held, num_unread):
     """Nothing holds the second chain, so its place may be anywhere, and the step is the
     shortest. Poses that nothing reads have no step."""
