@@ -17,7 +17,7 @@ def test_all_of_nists_problems_are_solved():
         args = (jnp.asarray(problem.x), jnp.asarray(problem.y))
         for start, y0 in enumerate(problem.starts):
             solution = least_squares(
-                problem.residuals, solver, jnp.asarray(y0), args, max_steps=2000
+                problem.residuals, solver, jnp.asarray(y0), args, max_steps=5000
             )
             lres[name, start] = problem.lre(solution.value)
     assert len(lres) == 54
