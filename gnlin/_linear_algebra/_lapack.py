@@ -7,9 +7,8 @@ therefore given zeros in its place.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Scalar, ScalarLike
 
-from .._common._checks import is_traced
 from .._common._tree import matmul
 
 
@@ -37,14 +36,13 @@ def svd(
 _ROUNDINGS = 4.0
 
 
-def rounding_of_singular_values(few: int, many: Any, eps: float) -> Any:
+def rounding_of_singular_values(few: int, many: ScalarLike, eps: float) -> Scalar:
     """Return the part of the largest singular value below which others may be rounding,
-    with `few` and `many` the lengths of the sides, of which the second may be traced.
+    with `few` and `many` the lengths of the sides.
 
     The usual `many` times eps holds in the worst case. It exceeds 1 for ten million rows
     in single precision, where no singular value would be left."""
-    least, largest = (jnp.minimum, jnp.maximum) if is_traced(many) else (min, max)
-    return largest(few, least(many, _ROUNDINGS * many**0.5)) * eps
+    return jnp.maximum(few, jnp.minimum(many, _ROUNDINGS * many**0.5)) * eps
 
 
 def cholesky(matrix: Float[Array, "n n"]) -> Float[Array, "n n"]:

@@ -102,7 +102,7 @@ class Measured(NamedTuple):
         scale = _roots(norms) if scaling == "root" else norms
         if before is not None:
             flat, unravel = _tree.ravel_pytree(scale)
-            # A detour to where a derivative is not finite is forgotten.
+            # Forget a point whose derivative is not finite, such as that of a detour.
             flat = jnp.where(jnp.isfinite(flat), flat, 0)
             before = jnp.maximum(flat, _DECAY[scaling] * before)
             scale = unravel(before)

@@ -337,8 +337,8 @@ class ParameterCovariance(eqx.Module):
 def _covariance_of(
     inverse: BySingularValues | BySolves, rows: Float[Array, "k p"], scale: Scalar
 ) -> Float[Array, "k k"]:
-    finite = jnp.all(jnp.isfinite(rows), axis=1)
-    found = inverse.covariance_of(jnp.where(finite[:, None], rows, 0), scale)
+    finite, rows = _finite(rows)
+    found = inverse.covariance_of(rows, scale)
     return jnp.where(finite[:, None] & finite[None], found, jnp.nan)
 
 
@@ -346,9 +346,16 @@ def _covariance_of(
 def _variances_of(
     inverse: BySingularValues | BySolves, rows: Float[Array, "k p"], scale: Scalar
 ) -> Float[Array, " k"]:
+    finite, rows = _finite(rows)
+    return jnp.where(finite, inverse.variances_of(rows, scale), jnp.nan)
+
+
+def _finite(
+    rows: Float[Array, "k p"],
+) -> tuple[Bool[Array, " k"], Float[Array, "k p"]]:
+    """Return which rows are finite, and the rows with zeros in place of the others."""
     finite = jnp.all(jnp.isfinite(rows), axis=1)
-    found = inverse.variances_of(jnp.where(finite[:, None], rows, 0), scale)
-    return jnp.where(finite, found, jnp.nan)
+    return finite, jnp.where(finite[:, None], rows, 0)
 
 
 @eqx.filter_jit

@@ -103,7 +103,7 @@ def _parameters_of(
     model: PyTree, like: PyTree[Array], filter_spec: PyTree | Callable[[Any], bool]
 ) -> PyTree[Array]:
     parameters, _ = partition(model, filter_spec)
-    if not eqx.tree_equal(*(jax.tree.map(jnp.shape, x) for x in (parameters, like))):
+    if not _tree.alike(parameters, like):
         raise ValueError(
             "`about` must be a model of the same structure and shapes as `model`, such "
             "as `model` before training."
