@@ -226,7 +226,9 @@ def solve(
             )
         elif history:
             converged = ended == "successful"
-            warning = after_full_batch(rows, float(loss_now), converged=converged)
+            warning = after_full_batch(
+                setting, carry, batch, rows, float(loss_now), converged=converged
+            )
             if warning:
                 warning = flaw_of(solver.retraction, carry.parameters) or warning
         warning = warning or little

@@ -10,6 +10,7 @@ import fit_problems
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
@@ -136,6 +137,19 @@ def test_a_run_whose_loss_rises_warns():
     far = gnlin.IterativeLinearisation(1, 0.5)
     with pytest.warns(UserWarning, match="made 3 steps, and the loss has risen from"):
         gnlin.solve(model, (x, 2 * x), far, max_steps=3)
+
+
+def test_a_run_whose_loss_bounces_warns():
+    """Undamped steps on the root of x^2 + 0.1 jump about near zero, where the residual
+    has no root. With dropout, losses differ from step to step anyway."""
+    model, x = (lambda p, x: p**2 * x, jnp.array([0.5])), jnp.ones((4, 1))
+    undamped = gnlin.DampedGaussNewton(1e-9)
+    with pytest.warns(UserWarning, match=r"the loss rose in \d+ of them, to .* at best"):
+        gnlin.solve(model, (x, -0.1 * x), undamped, max_steps=40)
+    dropout = eqx.nn.Sequential(
+        [eqx.nn.Dropout(0.5), eqx.nn.Linear(1, 1, key=jax.random.key(0))]
+    )
+    gnlin.solve(dropout, (x, x), optax.sgd(1e-3), max_steps=40)
 
 
 #

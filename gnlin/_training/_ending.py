@@ -34,6 +34,9 @@ _RISEN, _DEVIATIONS = 0.9, 2.0
 # this part of the median over the last tenth, and the latter is still more than the
 # second part of the first loss.
 _LOST, _SOLVED = 0.1, 0.01
+# On a full batch the loss bounces if it rises in more than this part of the later half of
+# the steps, and by more in all than it falls in that half.
+_BOUNCES = 0.2
 # A model explains little if its loss is more than this part of the best constant's.
 _UNEXPLAINED = 0.95
 # The largest part of the running variances that may still be their initial value.
@@ -124,7 +127,13 @@ def group_at_fault(
 
 
 def after_full_batch(
-    rows: Mapping[str, np.ndarray], last: float, *, converged: bool
+    setting: StepSettings,
+    carry: Carry,
+    data: tuple,
+    rows: Mapping[str, np.ndarray],
+    last: float,
+    *,
+    converged: bool,
 ) -> str:
     """Return a sentence with a doubt about a run of `gnlin.solve`, or "".
 
@@ -137,11 +146,19 @@ def after_full_batch(
     num_steps = len(losses)
     judged = converged or num_steps >= _LOOKED_BACK
     least = _WORSE if judged else _FAR_OFF
+    risen = ""
     if num_steps > 0 and _is_worse(float(losses[0]), last, least):
+        risen = f"the loss has risen from {losses[0]:.4g} to {last:.4g}"
+    elif judged and _bounces(losses) and not _is_random(setting, carry, data):
+        risen = (
+            f"the loss rose in {np.sum(np.diff(losses) > 0)} of them, to {last:.4g} in "
+            f"the end: it was {losses[0]:.4g} at first, and {losses.min():.4g} at best"
+        )
+    if risen:
         return (
-            f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
-            f"{losses[0]:.4g} to {last:.4g}: use `gnlin.LevenbergMarquardt()`, more "
-            "damping, a smaller learning rate or fewer inner steps."
+            f"`gnlin.solve` made {num_steps} steps, and {risen}. Use "
+            "`gnlin.LevenbergMarquardt()`, more damping, a smaller learning rate or "
+            "fewer inner steps."
         )
     changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0
     for name, own in losses_by_group(rows).items():
@@ -280,6 +297,22 @@ def of_statistics(model: PyTree, state: PyTree) -> str:
 def _is_worse(first: float, last: float, multiple: float = _WORSE) -> bool:
     """Whether a loss has risen far; it may be negative."""
     return last > first + (multiple - 1) * abs(first)
+
+
+def _bounces(losses: np.ndarray) -> bool:
+    """Whether the losses of a full batch rise in many of the later steps, and by more
+    than they fall."""
+    later = losses[len(losses) // 2 :]
+    changes = np.diff(later)
+    rises = changes[changes > 0]
+    often = len(rises) > _BOUNCES * len(later)
+    return often and rises.sum() > max(later[0] - later[-1], _SOLVED * abs(losses[0]))
+
+
+def _is_random(setting: StepSettings, carry: Carry, data: tuple) -> bool:
+    """Whether the loss differs between steps, as it does with dropout."""
+    args = setting.args(data[0], 0, carry.model_state)
+    return setting.is_random(carry.parameters, args)
 
 
 def _has_not_moved(rows: Mapping[str, np.ndarray]) -> bool:
