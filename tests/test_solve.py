@@ -935,7 +935,8 @@ def test_ctrl_c_before_any_step_is_ctrl_c(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gnlin._training._full_batch, "_steps_quickly", interrupt)
+    for steps in ("_steps_briefly", "_steps_quickly"):
+        monkeypatch.setattr(gnlin._training._full_batch, steps, interrupt)
     with pytest.raises(KeyboardInterrupt):
         long_run()
 

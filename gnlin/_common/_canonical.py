@@ -3,6 +3,7 @@ same program, such as a lambda in a loop, is not compiled again."""
 
 import contextlib
 import functools
+import math
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -23,7 +24,7 @@ from jax.extend.core import (
 )
 from jaxtyping import Array, PyTree
 
-from ._cost import primitives_of
+from ._cost import bytes_made, primitives_of
 from ._precision import matmul_precision
 
 
@@ -66,6 +67,11 @@ class _Traced:
     @functools.cached_property
     def has_loops(self) -> bool:
         return not primitives_of(self.jaxpr).isdisjoint(_LOOPS)
+
+    @functools.cached_property
+    def num_values(self) -> float:
+        """The number of values that the program computes; infinite if it has loops."""
+        return math.inf if self.has_loops else bytes_made(self.jaxpr)[0] / 8
 
     def __hash__(self) -> int:
         return self._hash

@@ -1,5 +1,6 @@
 """The data set of a fit and the function that is fitted, both flattened to vectors."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -100,6 +101,12 @@ class Curve(eqx.Module):
     def has_loops(self) -> bool:
         """Whether the function has loops of its own."""
         return isinstance(self.f, Program) and self.f.traced.has_loops
+
+    @property
+    def num_values(self) -> float:
+        """The number of values that the function computes; infinite if it has loops, or
+        if it is not known."""
+        return self.f.traced.num_values if isinstance(self.f, Program) else math.inf
 
 
 def flat(values: PyTree) -> Float[Array, " m"]:
