@@ -211,14 +211,35 @@ class _AbstractMomentum(AbstractFilter):
         r"""Return the least $\eta w$ for which the steps do not converge."""
 
     @abc.abstractmethod
-    def _step(self, x: Array, mu: Array) -> tuple[tuple, tuple]:
-        r"""Return the matrix $E$, by rows, and the offset $d$ of one step
-        $z' = z + E z + \eta d$ with $z = (g, v)$; `x` is $\eta w$."""
+    def _step(self, x: Array, mu: Array, eta: Array) -> tuple[tuple, tuple]:
+        r"""Return the rows of $(E, d)$ for one step $z \leftarrow z + E z + d$ of
+        $z = (g, v)$, with `x` $= \eta w$."""
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
-        x = jnp.asarray(self.learning_rate, eigenvalues.dtype) * eigenvalues
-        mu = jnp.broadcast_to(jnp.asarray(self.momentum, x.dtype), x.shape)
-        return _power(self, eigenvalues, self._step(x, mu))
+        w = eigenvalues
+        eta = jnp.full(w.shape, self.learning_rate, w.dtype)
+        mu = jnp.full(w.shape, self.momentum, w.dtype)
+        period = jnp.asarray(as_float(self.period), w.dtype)
+        step = jnp.array(self._step(eta * w, mu, eta))
+
+        # A map is stored as (E, d). In I + E a small E would be lost to rounding.
+        def compose(a, b):  # first b, then a
+            return a + b + (a[:, :1] * b[:1] + a[:, 1:2] * b[1:])
+
+        def body(carry):
+            remaining, done, power = carry
+            odd = jnp.mod(remaining, 2) == 1
+            done = jnp.where(odd, compose(power, done), done)
+            return jnp.floor(remaining / 2), done, compose(power, power)
+
+        count = jnp.where(jnp.isinf(period), 0, period)
+        start = count, jnp.zeros_like(step), step
+        end = jax.lax.while_loop(lambda carry: carry[0] > 0, body, start)
+        _, done, _ = forwards_only(end)
+        value = jnp.where(jnp.isnan(done[0, 2]), jnp.inf, done[0, 2])  # it overflowed
+        converges = eta * w < jnp.asarray(self.largest_stable(), w.dtype)
+        limit = jnp.where(converges, _tree.quotient(1, w, w > 0), jnp.inf)
+        return jnp.where(jnp.isinf(period), limit, value)
 
 
 class HeavyBall(_AbstractMomentum):
@@ -238,12 +259,11 @@ class HeavyBall(_AbstractMomentum):
     """
 
     def largest_stable(self) -> ScalarLike:
-        r"""The least $\eta w$ for which the steps do not converge."""
         return 2 * (1 + self.momentum)
 
-    def _step(self, x: Array, mu: Array) -> tuple[tuple, tuple]:
+    def _step(self, x: Array, mu: Array, eta: Array) -> tuple[tuple, tuple]:
         # v' = mu v + eta (1 - w g), g' = g + v'
-        return (-x, mu, -x, mu - 1), (1.0, 1.0)
+        return (-x, mu, eta), (-x, mu - 1, eta)
 
 
 class Nesterov(_AbstractMomentum):
@@ -257,12 +277,11 @@ class Nesterov(_AbstractMomentum):
     """
 
     def largest_stable(self) -> ScalarLike:
-        r"""The least $\eta w$ for which the steps do not converge."""
         return 2 * (1 + self.momentum) / (1 + 2 * self.momentum)
 
-    def _step(self, x: Array, mu: Array) -> tuple[tuple, tuple]:
+    def _step(self, x: Array, mu: Array, eta: Array) -> tuple[tuple, tuple]:
         # v' = mu v + eta (1 - w g), g' = g + mu v' + eta (1 - w g)
-        return (-(1 + mu) * x, mu**2, -x, mu - 1), (1 + mu, 1.0)
+        return (-(1 + mu) * x, mu**2, (1 + mu) * eta), (-x, mu - 1, eta)
 
 
 class Damped(AbstractFilter):
@@ -286,45 +305,6 @@ class Damped(AbstractFilter):
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         return self.filter(eigenvalues + jnp.asarray(self.damping, eigenvalues.dtype))
-
-
-def _power(steps: _AbstractMomentum, w: Float[Array, "*k"], step) -> Array:
-    """Return the filter of K steps z' = z + E z + eta d with z = (g, v), an affine map's
-    K-th power. Powers are stored as E, not as I + E, in which a small E would be lost to
-    rounding."""
-    matrix, offset = step
-    eta = jnp.asarray(steps.learning_rate, w.dtype)
-    period = jnp.asarray(as_float(steps.period), w.dtype)
-    step = matrix, tuple(eta * jnp.broadcast_to(d, w.shape) for d in offset)
-
-    def compose(a, b):  # first b, then a: I + E = (I + A)(I + B)
-        (a11, a12, a21, a22), (ax, ay) = a
-        (b11, b12, b21, b22), (bx, by) = b
-        matrix = (
-            a11 + b11 + (a11 * b11 + a12 * b21),
-            a12 + b12 + (a11 * b12 + a12 * b22),
-            a21 + b21 + (a21 * b11 + a22 * b21),
-            a22 + b22 + (a21 * b12 + a22 * b22),
-        )
-        offset = (ax + bx + (a11 * bx + a12 * by), ay + by + (a21 * bx + a22 * by))
-        return matrix, offset
-
-    def body(carry):
-        remaining, done, power = carry
-        odd = jnp.mod(remaining, 2) == 1
-        done = jax.tree.map(lambda a, b: jnp.where(odd, a, b), compose(power, done), done)
-        return jnp.floor(remaining / 2), done, compose(power, power)
-
-    zero = jnp.zeros_like(w)
-    identity = ((zero, zero, zero, zero), (zero, zero))
-    count = jnp.where(jnp.isinf(period), 0, period)
-    _, (_, (value, _)), _ = forwards_only(
-        jax.lax.while_loop(lambda carry: carry[0] > 0, body, (count, identity, step))
-    )
-    value = jnp.where(jnp.isnan(value), jnp.inf, value)  # the steps overflowed
-    converges = eta * w < jnp.asarray(steps.largest_stable(), w.dtype)
-    limit = jnp.where(converges, _tree.quotient(1, w, w > 0), jnp.inf)
-    return jnp.where(jnp.isinf(period), limit, value)
 
 
 def equivalent_damping(
