@@ -27,8 +27,9 @@ from ._common._checks import (
 from ._common._tree import matmul, ravel_pytree
 from ._jacobian import AbstractJacobian
 from ._linear_algebra import _lanczos, _nystrom
+from ._linearisation._decompositions import lift_kernel, lift_singular
 from ._linearisation._linearisation import Linearisation
-from ._linearisation._spectrum import lift_kernel, lift_singular, Spectrum
+from ._linearisation._spectrum import Spectrum
 
 
 __all__ = [

@@ -35,8 +35,9 @@ from .._jacobian import (
     WithPrior,
 )
 from ._bounds import Box
+from ._decompositions import spectrum_of, svd_is_cheap
 from ._retraction import Retraction
-from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
+from ._spectrum import Spectrum
 
 
 class Linearisation(eqx.Module):

@@ -2,22 +2,19 @@
 
 import types
 from collections.abc import Callable
-from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import first_line, is_own, is_zero
 from .._common._complex import check_real
 from .._common._sharding import is_here
-from .._common._tree import gram_of_columns, matmul, ravel_pytree
+from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
-from .._linear_algebra import _lapack, _small_svd
 from .._linear_algebra._derivatives import of_matrix, with_derivative_of
 from ..filters import GradientDescent, Tikhonov
 
@@ -44,6 +41,19 @@ def evaluated(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
             f"shape {w.shape}, but `{filter}` returned {what}."
         )
     return g
+
+
+class Origin(eqx.Module):
+    """The Jacobian and the residual that determine a step, and the eigenvectors of the
+    smaller of phi phi^T and phi^T phi."""
+
+    jacobian: AbstractJacobian
+    residual: Float[Array, " m"]
+    vectors: Float[Array, "k k"]
+
+    @property
+    def on_outputs(self) -> bool:
+        return len(self.vectors) == len(self.residual)
 
 
 class Spectrum(eqx.Module):
@@ -77,7 +87,7 @@ class Spectrum(eqx.Module):
     # z -> phi V z or phi^T U z, with the eigenvectors V or U; None after an SVD
     _pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None
     # Needed for derivatives of the step; None if only some eigenpairs are known
-    _origin: "_Origin | None"
+    _origin: Origin | None
     # The spectrum with faint eigenvalues, and the least damping at which it is used; None
     # if eigenvalues are known to rounding
     _faint: "tuple[Spectrum, Scalar] | None"
@@ -89,7 +99,7 @@ class Spectrum(eqx.Module):
         project: Callable[[Float[Array, " m"]], Float[Array, " k"]],
         lift: Callable[[Float[Array, " k"]], PyTree[Array]],
         pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None = None,
-        origin: "_Origin | None" = None,
+        origin: Origin | None = None,
         faint: "tuple[Spectrum, Scalar] | None" = None,
     ):
         self.eigenvalues = eigenvalues
@@ -138,7 +148,7 @@ class Spectrum(eqx.Module):
         flat = self._flat(residual)
         origin = self._origin
         if origin is not None:
-            origin = _Origin(origin.jacobian, flat, origin.vectors)
+            origin = Origin(origin.jacobian, flat, origin.vectors)
         faint = self._faint
         if faint is not None:
             faint = faint[0].with_residual(residual), faint[1]
@@ -277,123 +287,8 @@ _NUM_PROBES = 8
 # Products of the Jacobian with vectors count as zero below this multiple of rounding.
 _ZERO = 3.0
 
-# An SVD is slower than `eigh` of the smaller Gram matrix, but far more accurate. It is
-# preferred up to this number of multiplications (about a tenth of a millisecond).
-_CHEAP_SVD = 50_000
 
-
-def svd_is_cheap(m: int, p: int) -> bool:
-    return m * p * min(m, p) <= _CHEAP_SVD
-
-
-def spectrum_of(
-    jacobian: AbstractJacobian, residual: PyTree[Array], method: Literal["svd", "eigh"]
-) -> Spectrum:
-    """Return the spectrum of a Jacobian. `"eigh"` factorises the smaller Gram matrix, or
-    the kernel if the Jacobian does not fit in the memory budget."""
-    flat, _ = ravel_pytree(residual)
-    if method == "svd":
-        return from_svd(jacobian.at_hand(), flat)
-    m, p = jacobian.shape
-    if m > p and m * jacobian.domain.nbytes <= jacobian.memory_budget:
-        return from_curvature(jacobian.at_hand(), flat)
-    return from_kernel(jacobian.at_hand_if_it_fits(), flat)
-
-
-def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
-    """Return the spectrum from an SVD, which does not square the condition number.
-
-    Columns are sorted by descending norm. If singular values are small because some
-    columns are small, LAPACK then resolves them to rounding relative to these columns
-    (as in J. Demmel et al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
-    """
-    phi = jacobian.as_matrix()
-    m, p = phi.shape
-    few, many = sorted((m, p))
-    rounding = _lapack.rounding_of_singular_values(few, many, _tree.eps(phi))
-    # QR rounds each column relative to its norm, so that R may be sorted in its place.
-    q, phi = _lapack.qr(phi) if m > p and _lapack.is_oblong(m, p) else (None, phi)
-    norms = jnp.linalg.norm(phi, axis=0)
-    order = jnp.argsort(-norms)
-    u, s, sorted_vt = _small_svd.svd(phi[:, order])
-    vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
-    # |phi| |v| bounds the rounding error of phi v for each singular vector v. Times the
-    # square root of p it bounds phi v itself. A singular value above this bound is only
-    # rounding, for example if v lies on columns of zeros.
-    sizes = jnp.linalg.norm(vt * norms[None], axis=1)
-    impossible = s > 2 * p**0.5 * sizes
-    vanish = (s[0] > 0) & (s[0] ** 2 == 0)  # all squares underflow
-
-    def above(least: ScalarLike, faint=None) -> Spectrum:
-        kept = jnp.where((s <= least * sizes) & jnp.isfinite(sizes) | impossible, 0, s)
-        lift = Partial(lift_singular, Partial(jacobian.domain.unravel), kept, vt)
-        origin = _Origin(jacobian, residual, u if m <= p else vt.T)
-        project = Partial(_project_singular, q, u)
-        w = jnp.where(vanish, jnp.nan, kept**2)
-        return Spectrum(w, residual, project, lift, origin=origin, faint=faint)
-
-    if svd_is_cheap(m, p):
-        return above(rounding)
-    # On random matrices of low rank the rounding was at most 20 eps, but thousands of eps
-    # where all columns are parallel. In single precision a network for the heat equation
-    # (8,192 points) ends at an error of 2.3e-6 with the faint values, and 1.3e-4 without.
-    eps = float(jnp.finfo(s.dtype).eps)
-    usual = max(m, p) ** 0.5 * eps
-    return above(rounding, (above(usual), (eps * jnp.max(s)) ** 2))
-
-
-def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
-    """Return the spectrum from eigenpairs of the kernel."""
-    kernel = jacobian.gram()
-    w, u = _largest_first(*_lapack.eigh(kernel))
-    w = jnp.where(w <= _rounding(kernel) * w[0], 0, w)
-    lift = Partial(lift_kernel, jacobian.pull_back, u)
-    origin = _Origin(jacobian, residual, u)
-    return Spectrum(w, residual, Partial(matmul, u.T), lift, lift, origin)
-
-
-def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
-    """Return the spectrum from eigenpairs of the curvature: u = phi v / sqrt(w)."""
-    phi = jacobian.as_matrix()
-    eigenvalues, v = _largest_first(*_lapack.eigh(gram_of_columns(phi)))
-
-    def above(least: ScalarLike, faint=None) -> Spectrum:
-        w = jnp.where(eigenvalues <= least * eigenvalues[0], 0, eigenvalues)
-        s = jnp.sqrt(w)
-        return Spectrum(
-            w,
-            residual,
-            Partial(_project_curvature, phi, v, s),
-            Partial(lift_singular, Partial(jacobian.domain.unravel), s, v.T),
-            Partial(_pushed_forward, phi, v),
-            _Origin(jacobian, residual, v),
-            faint,
-        )
-
-    # Rounding was mostly about eps. The same network ends at an error of 2e-4 with the
-    # faint values, and 2e-2 without.
-    usual = float(jnp.finfo(v.dtype).eps)
-    return above(_rounding(v), (above(usual), usual**2 * eigenvalues[0]))
-
-
-def _largest_first(w, u):
-    return w[::-1], u[:, ::-1]
-
-
-class _Origin(eqx.Module):
-    """The Jacobian and the residual that determine a step, and the eigenvectors of the
-    smaller of phi phi^T and phi^T phi."""
-
-    jacobian: AbstractJacobian
-    residual: Float[Array, " m"]
-    vectors: Float[Array, "k k"]
-
-    @property
-    def on_outputs(self) -> bool:
-        return len(self.vectors) == len(self.residual)
-
-
-def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: _Origin):
+def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: Origin):
     """Return the step as a formula that needs no derivatives of the eigenvectors."""
     jacobian, r, pairs = origin.jacobian, origin.residual, (eigenvalues, origin.vectors)
     if origin.on_outputs:
@@ -419,28 +314,3 @@ def filtered(
     product = lambda x: matmul(matrix, x) + damping * x
     solve = lambda _, b: matmul(vectors, filter(w) * matmul(vectors.T, b))
     return jax.lax.custom_linear_solve(product, vector, solve, symmetric=True)
-
-
-def _project_singular(q, u, residual):
-    return matmul(residual if q is None else matmul(residual, q), u)
-
-
-def lift_singular(unravel, s, vt, z):
-    return unravel(matmul(vt.T, s * z))
-
-
-def lift_kernel(pull_back, u, z):
-    return pull_back(matmul(z, u.T))  # batches of z stay in front under `vmap`
-
-
-def _pushed_forward(jacobian, v, z):
-    return matmul(jacobian, matmul(v, z))
-
-
-def _project_curvature(jacobian, v, s, residual):
-    along = matmul(v.T, matmul(jacobian.T, residual))
-    return _tree.quotient(along, s)
-
-
-def _rounding(matrix: Float[Array, "m n"]) -> float:
-    return max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)

@@ -18,8 +18,9 @@ from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._jacobian import Cost
+from .._linearisation._decompositions import svd_is_cheap
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, svd_is_cheap
+from .._linearisation._spectrum import Filter
 from ..filters import (
     Damped,
     GradientDescent,

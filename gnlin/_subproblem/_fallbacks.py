@@ -17,8 +17,9 @@ from .._common import _tree
 from .._common._passes import Passes
 from .._common._sharding import is_sharded
 from .._jacobian import Cost
+from .._linearisation._decompositions import svd_is_cheap
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, Spectrum, svd_is_cheap
+from .._linearisation._spectrum import Filter, Spectrum
 from ..filters import PseudoInverse, Tikhonov
 from ._base import (
     AbstractSubproblem,

@@ -14,7 +14,7 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linear_algebra._derivatives import with_derivative_of
-from .._linearisation import _spectrum
+from .._linearisation._decompositions import from_curvature, from_kernel, from_svd
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import evaluated, Filter, Spectrum
 from ..filters import AbstractFilter, PseudoInverse, Tikhonov
@@ -184,7 +184,7 @@ class SingularValues(Spectral):
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SingularValues":
-        return cls._made(problem.at_hand(), _spectrum.from_svd, cost.rows)
+        return cls._made(problem.at_hand(), from_svd, cost.rows)
 
 
 class Eigenvalues(Spectral):
@@ -207,5 +207,5 @@ class Eigenvalues(Spectral):
     def of(cls, problem: Quadratic, cost: Cost) -> "Eigenvalues":
         m, p = cost.shape
         if m > p and cost.rows_fit:
-            return cls._made(problem.at_hand(), _spectrum.from_curvature, cost.rows)
-        return cls._made(problem.at_hand_if_it_fits(), _spectrum.from_kernel, cost.gram)
+            return cls._made(problem.at_hand(), from_curvature, cost.rows)
+        return cls._made(problem.at_hand_if_it_fits(), from_kernel, cost.gram)
