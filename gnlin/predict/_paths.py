@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
 
@@ -20,14 +19,10 @@ from .._common._checks import (
     is_traced,
     is_zero,
 )
-from .._common._tree import matmul
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
-from .._subproblem import choose, OnSpace, Outputs, ProxLinear
-from .._subproblem._base import undamped
-from .._subproblem._descent import descend, Descended, Momentum
-from .._subproblem._flow import flow
+from .._subproblem import choose, OnSpace, ProxLinear
 from ..filters import (
     AbstractFilter,
     Damped,
@@ -39,6 +34,7 @@ from ..filters import (
 from ..losses import AbstractLoss, SquaredError
 from ._eigenbasis import Eigenbasis
 from ._linearised import check_finite, LinearisedModel
+from ._steps import in_the_limit, step_by_step
 
 
 _NO_LIMIT = (
@@ -196,7 +192,7 @@ class AbstractPath(eqx.Module):
     def _outputs(self, on: Linearisation, amounts: np.ndarray) -> PyTree[Array]:
         """Return the outputs, with a leading axis if `amounts` have one."""
         check_finite(on.outputs)
-        changes = _changes(self, on, amounts.ravel())
+        changes = self._changes(on, amounts.ravel())
         finite = isinstance(changes, Tracer) or bool(jnp.all(jnp.isfinite(changes)))
         if not finite:
             bad = ~np.isfinite(np.asarray(changes)).all(axis=1)
@@ -207,6 +203,23 @@ class AbstractPath(eqx.Module):
         unravel = on.jacobian.codomain.unravel
         moved = lambda change: jax.tree.map(jnp.add, on.outputs, unravel(change))
         return moved(changes[0]) if amounts.ndim == 0 else jax.vmap(moved)(changes)
+
+    def _changes(
+        self, on: Linearisation, amounts: Float[np.ndarray, " s"]
+    ) -> Float[Array, "s n"]:
+        """Return the changes of the flat outputs after each number of steps, or time."""
+        way, filter_of = self._way, self._filter_of
+        if isinstance(way, Eigenbasis):
+            return _in_closed_form(way, filter_of, on, jnp.asarray(amounts, float))
+        distinct, where = np.unique(amounts, return_inverse=True)
+        finite = distinct[np.isfinite(distinct)]
+        found = []
+        if finite.size > 0:
+            steps = jnp.asarray(finite, float)
+            found.append(step_by_step(way, filter_of(1.0), on, steps))
+        if finite.size < distinct.size:
+            found.append(in_the_limit(way, filter_of(math.inf), on)[None])
+        return jnp.concatenate(found)[where]
 
     def _loss(self, data: Any, amounts: np.ndarray) -> Array:
         on, objective = self._linearised.train, self._linearised.objective
@@ -299,90 +312,20 @@ def _set_up(linearised: LinearisedModel, filter: AbstractFilter) -> Eigenbasis |
     return way
 
 
-def _changes(
-    path: AbstractPath, on: Linearisation, amounts: Float[np.ndarray, " s"]
-) -> Float[Array, "s n"]:
-    """Return the changes of the flat outputs after each number of steps, or time."""
-    if isinstance(path._way, Eigenbasis):
-        return _in_closed_form(path, on, jnp.asarray(amounts, float))
-    distinct, where = np.unique(amounts, return_inverse=True)
-    finite = distinct[np.isfinite(distinct)]
-    found = []
-    if finite.size > 0:
-        found.append(_literally(path, on, jnp.asarray(finite, float)))
-    if finite.size < distinct.size:
-        found.append(_in_the_limit(path, on)[None])
-    return jnp.concatenate(found)[where]
-
-
 @eqx.filter_jit
 def _in_closed_form(
-    path: AbstractPath, on: Linearisation, amounts: Float[Array, " s"]
+    basis: Eigenbasis,
+    filter_of: Callable[[Scalar], AbstractFilter],
+    on: Linearisation,
+    amounts: Float[Array, " s"],
 ) -> Float[Array, "s n"]:
-    basis = path._way
-    assert isinstance(basis, Eigenbasis)
-
     seen = basis.seen_from(on.jacobian)
 
     def change(amount: Scalar) -> Float[Array, " n"]:
-        changes = basis.change(on.jacobian, seen, path._filter_of(amount))
+        changes = basis.change(on.jacobian, seen, filter_of(amount))
         return jnp.where(amount == 0, 0, changes)
 
     return jax.vmap(change)(amounts.astype(basis.eigenvalues.dtype))
-
-
-@eqx.filter_jit
-def _literally(
-    path: AbstractPath, on: Linearisation, amounts: Float[Array, " s"]
-) -> Float[Array, "s n"]:
-    """Return the changes after several finite numbers of steps, or times, in ascending
-    order. They are NaN if the steps have diverged or, without momentum, have raised the
-    loss by more than its rounding."""
-    way, jacobian = path._way, on.jacobian
-    assert isinstance(way, OnSpace)
-    seen = lambda z: jacobian.push_forward(way.space.parameters(z))
-    if isinstance(way.space, Outputs):
-        cross = jacobian.gram_with(way.problem.jacobian)
-        seen = lambda z: matmul(cross, z)
-    filter, damping = undamped(path._filter_of(1.0))
-    problem = way.in_space()
-    objective, outputs, zero = problem.objective, problem.outputs, problem.space.zero()
-
-    def later(start, time: Scalar):
-        z, before = start
-        end = flow(problem, time - before, damping, z)
-        return (end.z, time), jnp.where(end.met, seen(end.z), jnp.nan)
-
-    if isinstance(filter, GradientFlow):
-        start = zero, jnp.zeros((), amounts.dtype)
-        return jax.lax.scan(later, start, amounts)[1]
-    assert isinstance(filter, GradientDescent | HeavyBall | Nesterov)
-
-    def has_risen(z):
-        at = _tree.axpy(1, problem.space.push(z), outputs)
-        return ~(objective.decrease(outputs, at) >= -rounding)
-
-    def further(start: Descended, period: Scalar):
-        end = descend(problem, filter, period, damping, start)
-        # Convergent steps without momentum do not raise a convex loss.
-        momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
-        worse = has_risen(end.z) & (momentum == 0)
-        return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
-
-    problem = problem._replace(first=problem.first_gradient())
-    loss = objective.value(outputs)
-    rounding = jnp.finfo(loss.dtype).eps ** 0.5 * jnp.abs(loss)
-    at_rest = Momentum.of(filter).init(zero)
-    start = Descended(zero, at_rest, jnp.zeros((), float), jnp.array(False))
-    return jax.lax.scan(further, start, amounts)[1]
-
-
-@eqx.filter_jit
-def _in_the_limit(path: AbstractPath, on: Linearisation) -> Float[Array, " n"]:
-    assert isinstance(path._way, OnSpace)
-    answer = path._way.solve(path._filter_of(math.inf))
-    change = on.jacobian.push_forward(answer.step)
-    return jnp.where(answer.result == optx.RESULTS.successful, change, jnp.nan)
 
 
 @eqx.filter_jit
