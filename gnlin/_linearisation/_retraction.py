@@ -98,6 +98,12 @@ def flaw_of(given: Any, y: PyTree[Array]) -> str:
     return "" if given is None else Retraction.of(given, y).flaw(y)
 
 
+@eqx.filter_jit
+def not_moved(given: Any, y: PyTree[Array]) -> PyTree[Array]:
+    """Return the parameters that a step of zero leads to."""
+    return Retraction.of(given, y).moved(y, _tree.zeros_like(y))
+
+
 def _is_a_row(fn: Any, x: Array) -> bool:
     """Whether an array is a single row: it has one axis, and `fn` does not act on each
     entry by itself (as it would for angles)."""

@@ -24,24 +24,11 @@ from .._linearisation._linearisation import (
 )
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
-from .._linearisation._retraction import Retraction
-from ..losses._robust import LEAST_PART, reweighted
-from ._state import checked, Counts, Detour, Evaluate, Report, State, Update
+from .._linearisation._retraction import not_moved, Retraction
+from ..losses._robust import faded, reweighted
+from ._state import checked, Detour, Evaluate, Report, State, Update
 from ._termination import Ended, verdict
 from ._verbose import print_row
-
-
-# Robust losses begin with the curvature of iteratively reweighted least squares. After
-# each step that lowers the loss by less than the first part, the second multiplies it.
-# Eight runs of a bundle adjustment with outliers take 337 steps in all, 492 with the
-# least part throughout, and 360 if the first slow step leads to the least part.
-_FAST, _FADES = 0.01, 0.5
-
-
-@eqx.filter_jit
-def _not_moved(retraction: Any, y: PyTree[Array]) -> PyTree[Array]:
-    """Return the point that the retraction of a step of zero leads to."""
-    return Retraction.of(retraction, y).moved(y, _tree.zeros_like(y))
 
 
 def _as_bool(flag: Any) -> Any:
@@ -177,21 +164,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                     "several values use `jax.vmap`."
                 )
         dtype = _tree.dtype((y, outputs))
-        zero = jnp.zeros((), dtype)
-        # Use strong types: a change of type in a step would cause a second compilation.
-        count, counter = jnp.zeros((), float), jnp.zeros((), int)
-        return State(
-            memory=self.first_memory(y, dtype),
-            report=Report(zero, zero, zero, zero, count),
-            counts=Counts(counter, count, count, count, counter, counter),
-            first_loss=zero,
-            settled=jnp.array(False),
-            num_still=counter,
-            still_loss=zero,
-            reweighted=jnp.ones((), dtype),
-            terminate=jnp.array(False),
-            result=optx.RESULTS.successful,
-        )
+        return State.start(self.first_memory(y, dtype), dtype)
 
     def advance(
         self,
@@ -259,8 +232,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
-        fading = jnp.maximum(_FADES * state.reweighted, LEAST_PART)
-        is_fast = loss - new_loss > _FAST * jnp.abs(loss)
         counts = state.counts.plus(
             one,
             update.num_inner_steps,
@@ -277,7 +248,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             settled=ended.settled,
             num_still=ended.num_still,
             still_loss=ended.still_loss,
-            reweighted=jnp.where(is_fast, state.reweighted, fading),
+            reweighted=faded(state.reweighted, loss, new_loss),
             terminate=update.terminate | ended.arrived,
             result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, ended.result),
         )
@@ -305,7 +276,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Return the nearest point between the bounds, or the point that the retraction
         of a step of zero leads to, such as a quaternion of norm 1."""
         if self.retraction is not None:
-            return _not_moved(self.retraction, y)
+            return not_moved(self.retraction, y)
         return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
 
     def placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:
@@ -386,8 +357,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if num_rows is None:
             return state
         check_count("history", num_rows)
-        empty = lambda x: jnp.full(int(num_rows), jnp.nan, x.dtype)
-        return dataclasses.replace(state, rows=jax.tree.map(empty, state.row()))
+        return state.with_rows(int(num_rows))
 
     def step(
         self, fn, y, args, options, state: State, tags
@@ -405,8 +375,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         y, after = self.advance(objective, lin, evaluate, state)
         at = state.counts.num_feature_updates
         moved = after.counts.num_feature_updates > at
-        loss = objective.value(self.outputs_of_run(lin, state))
-        row = after.row() | {"loss": loss}
+        row = after.row() | {"loss": objective.value(self.outputs_of_run(lin, state))}
         print_row(self.verbose, row, after.counts.num_feature_updates, moved)
         return y, after.with_row(row, at, moved), aux
 

@@ -107,6 +107,24 @@ class State(eqx.Module):
     # The history, if it is requested through optimistix
     rows: dict[str, Array] | None = None
 
+    @staticmethod
+    def start(memory: PyTree, dtype: jnp.dtype) -> "State":
+        """Return the state before the first step. All types are strong: a change of type
+        in a step would cause a second compilation."""
+        zero, count, counter = (jnp.zeros((), kind) for kind in (dtype, float, int))
+        return State(
+            memory=memory,
+            report=Report(zero, zero, zero, zero, count),
+            counts=Counts(counter, count, count, count, counter, counter),
+            first_loss=zero,
+            settled=jnp.array(False),
+            num_still=counter,
+            still_loss=zero,
+            reweighted=jnp.ones((), dtype),
+            terminate=jnp.array(False),
+            result=optx.RESULTS.successful,
+        )
+
     @property
     def is_over(self) -> Bool[Array, ""]:
         """Whether the run has ended."""
@@ -140,6 +158,11 @@ class State(eqx.Module):
         row = {name: getattr(self.report, name) for name in names}
         updates = self.counts.num_feature_updates
         return row | {"num_feature_updates": updates.astype(float)}
+
+    def with_rows(self, number: int) -> "State":
+        """Return the state with room for this number of rows of the history."""
+        empty = lambda x: jnp.full(number, jnp.nan, x.dtype)
+        return dataclasses.replace(self, rows=jax.tree.map(empty, self.row()))
 
     def with_row(
         self, row: dict[str, Array], at: Int[Array, ""], moved: Bool[Array, ""]

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, ScalarLike
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .._common._checks import (
     check_finite_positive,
@@ -21,7 +21,11 @@ from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 # The part of the weights in the last steps, and across batches. Eight runs of a bundle
 # adjustment with outliers take 337 steps in all, and as many with 0.02; 417 with 0.1, and
 # three do not converge with 0.
-LEAST_PART = 0.05
+_LEAST_PART = 0.05
+# A solver begins with all of them. After each step that lowers the loss by less than the
+# first part, the second multiplies theirs. The eight runs take 492 steps with the least
+# part throughout, and 360 if the first slow step leads to the least part.
+_FAST, _FADES = 0.01, 0.5
 
 
 class Rho(NamedTuple):
@@ -64,7 +68,7 @@ class AbstractRobust(AbstractElementwiseLoss):
     def root(self, output: Array, target: Array) -> Array:
         residual = output - target
         own = self._rho.root(residual / self._delta(output))
-        part = LEAST_PART if self.reweighted is None else self.reweighted
+        part = _LEAST_PART if self.reweighted is None else self.reweighted
         of_weight = jnp.sqrt(part).astype(own.dtype) * self.root_of_weight(residual)
         return jnp.maximum(own, of_weight)
 
@@ -98,6 +102,12 @@ def reweighted(tree: PyTree, part: ScalarLike, *, every: bool = False) -> PyTree
 
     is_robust = lambda x: isinstance(x, AbstractRobust)
     return jax.tree.map(each, tree, is_leaf=is_robust)
+
+
+def faded(part: Scalar, loss: Scalar, new_loss: Scalar) -> Scalar:
+    """Return the value of `reweighted` after a solver's step between two losses."""
+    is_fast = loss - new_loss > _FAST * jnp.abs(loss)
+    return jnp.where(is_fast, part, jnp.maximum(_FADES * part, _LEAST_PART))
 
 
 @eqx.filter_custom_jvp
