@@ -15,7 +15,7 @@ from ._common._checks import as_key, check_count, check_flag, is_traced
 from ._common._progress import Bar
 from ._common._sharding import automatic, choosing, mesh_of, on_mesh, places
 from ._linearisation._bounds import check_start
-from ._linearisation._objective import GroupLosses
+from ._linearisation._group_loss import GroupLosses
 from ._linearisation._retraction import flaw_of
 from ._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ._training._data import as_batch, not_finite

@@ -37,7 +37,8 @@ from sklearn.datasets import load_digits
 
 import gnlin
 from gnlin._fit import _run
-from gnlin._linearisation._objective import GroupLosses, SumOfSquares
+from gnlin._linearisation._group_loss import GroupLosses
+from gnlin._linearisation._objective import SumOfSquares
 from gnlin._training._divergence import Watch
 from gnlin._training._ending import after_batches
 from gnlin._training._step import StepSettings

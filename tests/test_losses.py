@@ -27,7 +27,8 @@ from jax.flatten_util import ravel_pytree
 from problems import each_once, equations, num_compiled, numbers
 
 import gnlin
-from gnlin._linearisation._objective import BatchLoss, GroupLoss
+from gnlin._linearisation._group_loss import GroupLoss
+from gnlin._linearisation._objective import BatchLoss
 
 
 # Use the optimisations of user programs for comparisons of the last digits, whatever

@@ -13,7 +13,7 @@ from .._common._checks import as_key, check_count, check_flag, check_takes, is_t
 from .._common._progress import on_a_terminal
 from .._common._sharding import automatic, mesh_of, on_mesh, places
 from .._linearisation._bounds import check_start
-from .._linearisation._objective import GroupLosses
+from .._linearisation._group_loss import GroupLosses
 from .._solver import (
     AbstractGaussNewton,
     as_solver,

@@ -1,7 +1,7 @@
 """Objectives: losses as functions of all outputs, and their second-order expansions."""
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,9 +15,9 @@ from .._common._checks import nan_unless, nonnegative
 from .._common._tree import Structure
 from .._jacobian import multiplied
 from ..losses import AbstractElementwiseLoss, AbstractLoss
-from ..losses._base import as_outputs, has_observed_factor, Reduction
+from ..losses._base import as_outputs, has_observed_factor
 from ..losses._factors import AbstractFactor, IdentityFactor, whitened_by
-from ._linearisation import check_outputs, Linearisation
+from ._linearisation import Linearisation
 from ._quadratic import Quadratic
 
 
@@ -231,15 +231,14 @@ class BatchLoss(AbstractObjective):
 
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         each = jax.vmap(self.loss.gradient)(outputs, self.targets)
-        return each if self.weights is None else _by_example(self.weights, each)
+        return _by_example(self.weights, each)
 
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         factors = jax.vmap(self.loss.factor)(outputs, self.targets)
 
         def product(v):
             each = jax.vmap(lambda r, x: r.transpose_mv(r.mv(x)))(factors, v)
-            weights = self.curvature_weights
-            return each if weights is None else _by_example(weights, each)
+            return _by_example(self.curvature_weights, each)
 
         return product
 
@@ -281,130 +280,6 @@ class BatchLoss(AbstractObjective):
         return factors, residual, rest
 
 
-class GroupLosses(eqx.Module):
-    """A loss for each group of residuals, and its weight.
-
-    - `is_drawn`: whether the examples of each step are drawn, not taken from data.
-    """
-
-    losses: Mapping[str, AbstractLoss]
-    weights: Mapping[str, ScalarLike]
-    is_drawn: bool = eqx.field(static=True, default=False)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The groups' names, or nothing for a single group."""
-        return tuple(sorted(self.losses)) if len(self.losses) > 1 else ()
-
-    @property
-    def is_quadratic(self) -> bool:
-        return all(loss.is_quadratic for loss in self.losses.values())
-
-    def reduced(self, default: Reduction) -> "GroupLosses":
-        losses = {name: loss.reduced(default) for name, loss in self.losses.items()}
-        return GroupLosses(losses, self.weights, self.is_drawn)
-
-    def check(self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree) -> None:
-        for name, loss in self.losses.items():
-            try:
-                loss.check(outputs[name], _or_zeros(targets[name], outputs[name]))
-            except ValueError as error:
-                raise ValueError(f"In the group {name!r}: {error}") from error
-
-
-class GroupLoss(AbstractObjective):
-    """The sum of the groups' losses, each on the outputs of its name."""
-
-    parts: Mapping[str, BatchLoss]
-    is_sample: bool = eqx.field(static=True)
-    is_drawn: bool = eqx.field(static=True, default=False)
-
-    def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
-        return {name: part.value(outputs[name]) for name, part in self.parts.items()}
-
-    @property
-    def is_quadratic(self) -> bool:
-        return all(part.is_quadratic for part in self.parts.values())
-
-    def value(self, outputs: PyTree[Array]) -> Scalar:
-        return _tree.summed(self.values(outputs).values())
-
-    def num_examples(self) -> Float[Array, ""]:
-        """Return the effective number of examples of the group that has most."""
-        return jnp.max(jnp.stack([x.num_examples() for x in self.parts.values()]))
-
-    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
-        parts = self.parts.items()
-        return _tree.summed(
-            part.decrease(outputs[k], new_outputs[k]) for k, part in parts
-        )
-
-    def num_targets(self, outputs: PyTree[Array]) -> Scalar:
-        return _tree.summed(x.num_targets(outputs[k]) for k, x in self.parts.items())
-
-    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
-        return {name: part.gradient(outputs[name]) for name, part in self.parts.items()}
-
-    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        parts = self.parts.items()
-        products = {name: part.curvature(outputs[name]) for name, part in parts}
-        return lambda v: {name: product(v[name]) for name, product in products.items()}
-
-    def concave(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree] | None:
-        products = {
-            name: part.concave(outputs[name]) for name, part in self.parts.items()
-        }
-        if all(product is None for product in products.values()):
-            return None
-        none = _tree.zeros_like
-        return lambda v: {k: (product or none)(v[k]) for k, product in products.items()}
-
-    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
-        return {name: part.residual(outputs[name]) for name, part in self.parts.items()}
-
-    def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
-        return {name: part.plain(outputs[name]) for name, part in self.parts.items()}
-
-    def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
-        factors, residual, rest = {}, {}, {}
-        for name, part in self.parts.items():
-            factors[name], residual[name], rest[name] = part.whitened(outputs[name])
-        none_left = all(x is None for x in rest.values())
-        rest = {k: _or_zeros(x, outputs[k]) for k, x in rest.items()}
-        identity = all(x is None for x in factors.values())
-        return None if identity else factors, residual, None if none_left else rest
-
-
-def objective_of(
-    loss: AbstractLoss | GroupLosses,
-    outputs: PyTree[jax.ShapeDtypeStruct],
-    data: tuple,
-    *,
-    num_leading: int | None = None,
-    is_sample: bool = False,
-) -> BatchLoss | GroupLoss:
-    """Return the objective of a batch, given the shapes of its outputs."""
-    _, targets, weights = data
-    check_outputs(outputs)
-    if isinstance(loss, AbstractLoss):
-        return BatchLoss(loss, outputs, targets, weights, num_leading, is_sample)
-    parts = {
-        name: BatchLoss(
-            of_group,
-            outputs[name],
-            _or_zeros(targets[name], outputs[name]),
-            is_sample=is_sample,
-            factor=loss.weights[name],
-        )
-        for name, of_group in loss.losses.items()
-    }
-    return GroupLoss(parts=parts, is_sample=is_sample, is_drawn=loss.is_drawn)
-
-
-def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:
-    return _tree.zeros_like(like) if tree is None else tree
-
-
 def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:
     """Return the weight of each example in a mean."""
     return jax.vmap(lambda target: jnp.sum(loss.target_weights(target)))(targets)
@@ -420,5 +295,5 @@ class _Weighted(eqx.Module):
         return _tree.scale(self.root, self.factor.mv(v))
 
 
-def _by_example(weights: Float[Array, " n"], tree: PyTree[Array]) -> PyTree[Array]:
-    return jax.vmap(_tree.scale)(weights, tree)
+def _by_example(weights: Float[Array, " n"] | None, tree: PyTree[Array]) -> PyTree[Array]:
+    return tree if weights is None else jax.vmap(_tree.scale)(weights, tree)

@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 
 from .._common import _tree
 from .._common._sharding import is_here
+from .._linearisation._group_loss import GroupLosses
 from .._linearisation._linearisation import linearised
-from .._linearisation._objective import GroupLosses
 from .._solver import LevenbergMarquardt
 from ..losses import SquaredError
 from ._group_network import GroupNetwork

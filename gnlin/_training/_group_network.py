@@ -19,7 +19,7 @@ from .._common._checks import check_count, first_line, is_own
 from .._common._complex import in_real_parts
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
-from .._linearisation._objective import GroupLosses
+from .._linearisation._group_loss import GroupLosses
 from ._model import checked, Frozen, partition
 
 

@@ -7,7 +7,8 @@ from jaxtyping import PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import check_finite_positive, check_scalar, nan_unless, positive
-from .._linearisation._objective import BatchLoss, counted, GroupLoss
+from .._linearisation._group_loss import GroupLoss
+from .._linearisation._objective import BatchLoss, counted
 from ..losses import AbstractLoss, SquaredError
 
 

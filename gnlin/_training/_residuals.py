@@ -17,7 +17,7 @@ from .._common._checks import (
     shown,
 )
 from .._jacobian import Sparsity
-from .._linearisation._objective import objective_of
+from .._linearisation._group_loss import objective_of
 from .._linearisation._recognised import AbstractRecognised, Posed
 from ..losses import (
     AbstractElementwiseLoss,

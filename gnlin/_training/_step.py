@@ -13,8 +13,9 @@ from .._common import _tree
 from .._common._canonical import needed
 from .._common._sharding import Places, sharded
 from .._jacobian import WithPrior
+from .._linearisation._group_loss import GroupLosses, objective_of
 from .._linearisation._linearisation import Linearisation, linearise, linearised
-from .._linearisation._objective import AbstractObjective, GroupLosses, objective_of
+from .._linearisation._objective import AbstractObjective
 from .._solver import print_row, State
 from ..losses import AbstractLoss
 from ._divergence import Watch

@@ -19,8 +19,9 @@ from .._common._checks import (
 )
 from .._common._tree import Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._linearisation._group_loss import GroupLosses
 from .._linearisation._linearisation import Linearisation, linearise
-from .._linearisation._objective import AbstractObjective, GroupLosses
+from .._linearisation._objective import AbstractObjective
 from .._linearisation._retraction import flaw_of, Retraction
 from .._training._data import as_batch
 from .._training._group_network import GroupNetwork, of_groups
