@@ -59,13 +59,14 @@ class Covariance(NamedTuple):
         """Return the covariance of n linear functions of the parameters. For functions
         that the residuals do not determine it is infinite and NaN, as in `matrix`."""
         half = matmul(matrix, self.factor)
-        known = variance * matmul(half, half.T)
+        known = variance.astype(half.dtype) * matmul(half, half.T)
         return where_determined(self.determines(matrix), known)
 
     def variances(self, matrix: Float[Array, "n k"], variance: Scalar) -> Array:
         """Return the variances of n linear functions of the parameters. They are infinite
         for functions that the residuals do not determine."""
-        known = variance * jnp.sum(matmul(matrix, self.factor) ** 2, axis=1)
+        squares = jnp.sum(matmul(matrix, self.factor) ** 2, axis=1)
+        known = variance.astype(squares.dtype) * squares
         return jnp.where(self.determines(matrix), known, jnp.inf)
 
     def determines(self, matrix: Float[Array, "n k"]) -> Bool[Array, " n"]:

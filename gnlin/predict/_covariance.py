@@ -17,8 +17,9 @@ from .._common._checks import (
     is_traced,
     nan_unless,
 )
-from .._common._tree import Structure
+from .._common._tree import ravel_pytree, Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._linear_algebra._covariance import Covariance
 from .._linearisation._group_loss import GroupLosses
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
@@ -34,7 +35,7 @@ from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
 from ..losses._robust import reweighted
 from ..spectra import Estimate
-from ._inverse import BySingularValues, BySolves
+from ._inverse import by_singular_values, BySolves
 
 
 # The model counts as at the minimum within this many standard deviations, measured by the
@@ -203,18 +204,21 @@ def _at(
     slope = problem.gradient()
     p, cost = problem.jacobian.domain.size, problem.jacobian.cost()
     fits = cost.rows_fit and p**2 * cost.itemsize <= memory_budget
-    inverse: BySingularValues | BySolves
+    inverse: Covariance | BySolves
+    # `newton` is the length of a Newton step in standard deviations.
     if fits and not (problem.jacobian.is_sparse and p > _MANY):
-        inverse = BySingularValues.of(problem, moving, _concave(objective, lin))
+        inverse = by_singular_values(problem, moving, _concave(objective, lin))
+        newton = jnp.linalg.norm(_tree.matmul(ravel_pytree(slope)[0], inverse.factor))
     else:
         inverse = BySolves.of(problem, moving)
+        newton = inverse.newton_decrement(slope)
     loss = objective.value(lin.outputs)
     number = objective.num_targets(lin.outputs).astype(loss.dtype)
     dof = number - inverse.rank.astype(loss.dtype)
     estimated = jnp.where(dof > 0, 2 * loss / dof, jnp.inf)
     scale = jnp.ones_like(loss) if absolute_sigma else estimated
     scale = nan_unless(jnp.isfinite(loss), scale)
-    newton = inverse.newton_decrement(slope).astype(scale.dtype)
+    newton = newton.astype(scale.dtype)
     # In an exact fit the residuals, and so the distance, are rounding.
     size = _tree.norm(problem.jacobian.mv(parameters)).astype(scale.dtype)
     newton = jnp.where(newton <= _tree.eps(parameters) ** 0.5 * size, 0, newton)
@@ -234,7 +238,7 @@ def _concave(
     matrix, outputs = lin.matrix(), Structure.of(lin.outputs)
 
     def column(tangent: Float[Array, " m"]) -> Float[Array, " p"]:
-        flat = _tree.ravel_pytree(product(outputs.unravel(tangent)))[0]
+        flat = ravel_pytree(product(outputs.unravel(tangent)))[0]
         return _tree.matmul(matrix.T, flat)
 
     return jax.lax.map(column, matrix.T)  # one after the other, to save memory
@@ -267,7 +271,7 @@ class ParameterCovariance(eqx.Module):
     degrees_of_freedom: Scalar
     _parameters: PyTree[Array]
     _retraction: Retraction | None
-    _inverse: BySingularValues | BySolves
+    _inverse: Covariance | BySolves
     _distance: Scalar  # to the minimum
     _frozen: Frozen
 
@@ -311,7 +315,7 @@ class ParameterCovariance(eqx.Module):
         """Return the covariance of the k numbers that a function of the model returns, in
         `ravel_pytree` order: infinite on the diagonal and NaN elsewhere for those that
         the residuals do not determine."""
-        return self._of(self._linearised(fn))
+        return _covariance_of(self._inverse, self._linearised(fn).matrix(), self.scale)
 
     def _linearised(self, fn: Callable[[Any], PyTree[Array]]) -> Linearisation:
         check_callable("fn", fn, "a function of the model", 'lambda p: p["a"] ** 2')
@@ -330,13 +334,10 @@ class ParameterCovariance(eqx.Module):
         lin = linearise(value, self._parameters)
         return lin if self._retraction is None else lin.along(self._retraction)
 
-    def _of(self, lin: Linearisation) -> Float[Array, "k k"]:
-        return _covariance_of(self._inverse, lin.matrix(), self.scale)
-
 
 @eqx.filter_jit
 def _covariance_of(
-    inverse: BySingularValues | BySolves, rows: Float[Array, "k p"], scale: Scalar
+    inverse: Covariance | BySolves, rows: Float[Array, "k p"], scale: Scalar
 ) -> Float[Array, "k k"]:
     finite, rows = _finite(rows)
     found = inverse.covariance_of(rows, scale)
@@ -345,10 +346,10 @@ def _covariance_of(
 
 @eqx.filter_jit
 def _variances_of(
-    inverse: BySingularValues | BySolves, rows: Float[Array, "k p"], scale: Scalar
+    inverse: Covariance | BySolves, rows: Float[Array, "k p"], scale: Scalar
 ) -> Float[Array, " k"]:
     finite, rows = _finite(rows)
-    return jnp.where(finite, inverse.variances_of(rows, scale), jnp.nan)
+    return jnp.where(finite, inverse.variances(rows, scale), jnp.nan)
 
 
 def _finite(
@@ -360,5 +361,8 @@ def _finite(
 
 
 @eqx.filter_jit
-def _variances(inverse: BySingularValues | BySolves, scale: Scalar) -> Float[Array, " p"]:
-    return inverse.variances(scale)
+def _variances(inverse: Covariance | BySolves, scale: Scalar) -> Float[Array, " p"]:
+    if isinstance(inverse, BySolves):
+        return inverse.variances_of_parameters(scale)
+    identity = jnp.eye(len(inverse.factor), dtype=inverse.factor.dtype)
+    return inverse.variances(identity, scale)

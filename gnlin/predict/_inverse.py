@@ -11,11 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common import _tree
-from .._linear_algebra._covariance import (
-    Covariance,
-    covariance as from_matrix,
-    where_determined,
-)
+from .._linear_algebra._covariance import Covariance, covariance, where_determined
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import choose
 from ..filters import Tikhonov
@@ -31,50 +27,14 @@ _MOST_AT_ONCE = 256
 _VECTORS = 8
 
 
-class BySingularValues(eqx.Module):
-    """The inverse of the curvature from the singular values of the whole Jacobian."""
-
-    known: Covariance
-
-    @property
-    def rank(self) -> Int[Array, ""]:
-        return self.known.rank
-
-    @property
-    def is_whole(self) -> Bool[Array, ""]:
-        """Whether no negative curvature of the loss had to be left out."""
-        return self.known.is_whole
-
-    @staticmethod
-    def of(
-        problem: Quadratic,
-        moving: Bool[Array, " p"],
-        concave: Float[Array, "p p"] | None,
-    ) -> "BySingularValues":
-        matrix = problem.jacobian.as_matrix()
-        number = jnp.array(len(matrix), matrix.dtype)
-        known = from_matrix(matrix, moving, moving, number)
-        if concave is not None:
-            known = known.less(concave.astype(matrix.dtype))
-        return BySingularValues(known)
-
-    def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
-        """Return the covariance of linear functions of the parameters."""
-        return self.known.covariance_of(rows, scale.astype(rows.dtype))
-
-    def variances_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
-        """Return the variances of linear functions of the parameters."""
-        return self.known.variances(rows, scale.astype(rows.dtype))
-
-    def variances(self, scale: Scalar) -> Float[Array, " p"]:
-        """Return the variance of each parameter."""
-        factor = self.known.factor
-        return self.variances_of(jnp.eye(len(factor), dtype=factor.dtype), scale)
-
-    def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
-        """Return the length of a Newton step in standard deviations."""
-        flat = _tree.ravel_pytree(slope)[0]
-        return jnp.linalg.norm(_tree.matmul(flat, self.known.factor))
+def by_singular_values(
+    problem: Quadratic, moving: Bool[Array, " p"], concave: Float[Array, "p p"] | None
+) -> Covariance:
+    """Return the covariance from the singular values of the whole Jacobian."""
+    matrix = problem.jacobian.as_matrix()
+    number = jnp.array(len(matrix), matrix.dtype)
+    known = covariance(matrix, moving, moving, number)
+    return known if concave is None else known.less(concave.astype(matrix.dtype))
 
 
 class BySolves(eqx.Module):
@@ -119,12 +79,12 @@ class BySolves(eqx.Module):
         found = 0.5 * (damped + damped.T) + lost
         return where_determined(determined, scale * found)
 
-    def variances_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
+    def variances(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
         """Return the variances of linear functions of the parameters."""
         units = self._flat_units()
         return self._variances(lambda row: row / units, rows, scale)
 
-    def variances(self, scale: Scalar) -> Float[Array, " p"]:
+    def variances_of_parameters(self, scale: Scalar) -> Float[Array, " p"]:
         """Return the variance of each parameter, without a p x p matrix."""
         units = self._flat_units()
         every = jnp.arange(len(units))
@@ -151,10 +111,8 @@ class BySolves(eqx.Module):
         def variance(of: Array) -> Scalar:
             row = row_of(of)
             solved = -step(row)
-            damped, lost = (
-                _tree.dot(row, solved),
-                self.damping * _tree.dot(solved, solved),
-            )
+            damped = _tree.dot(row, solved)
+            lost = self.damping * _tree.dot(solved, solved)
             return jnp.where(lost <= _PART * damped, damped + lost, jnp.inf)
 
         return scale * self._in_blocks(variance, each)
