@@ -63,7 +63,7 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     def above(least: ScalarLike, faint=None) -> Spectrum:
         kept = jnp.where((s <= least * sizes) & jnp.isfinite(sizes) | impossible, 0, s)
         lift = Partial(lift_singular, Partial(jacobian.domain.unravel), kept, vt)
-        origin = Origin(jacobian, residual, u if m <= p else vt.T)
+        origin = Origin(jacobian, residual, u if m <= p else vt.T, m <= p)
         project = Partial(_project_singular, q, u)
         w = jnp.where(vanish, jnp.nan, kept**2)
         return Spectrum(w, residual, project, lift, origin=origin, faint=faint)
@@ -84,7 +84,7 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
     w, u = _largest_first(*_lapack.eigh(kernel))
     w = jnp.where(w <= _rounding(kernel) * w[0], 0, w)
     lift = Partial(lift_kernel, jacobian.pull_back, u)
-    origin = Origin(jacobian, residual, u)
+    origin = Origin(jacobian, residual, u, on_outputs=True)
     return Spectrum(w, residual, Partial(matmul, u.T), lift, lift, origin)
 
 
@@ -102,7 +102,7 @@ def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> 
             Partial(_project_curvature, phi, v, s),
             Partial(lift_singular, Partial(jacobian.domain.unravel), s, v.T),
             Partial(_pushed_forward, phi, v),
-            Origin(jacobian, residual, v),
+            Origin(jacobian, residual, v, on_outputs=False),
             faint,
         )
 

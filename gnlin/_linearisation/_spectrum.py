@@ -1,5 +1,6 @@
 """The spectrum of a linearisation: one factorisation serves all filters."""
 
+import dataclasses
 import types
 from collections.abc import Callable
 
@@ -44,16 +45,38 @@ def evaluated(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
 
 
 class Origin(eqx.Module):
-    """The Jacobian and the residual that determine a step, and the eigenvectors of the
-    smaller of phi phi^T and phi^T phi."""
+    """The Jacobian and the residual that determine a step, for its derivatives.
+
+    - `vectors`: the eigenvectors of a matrix A: of the kernel if `on_outputs`, else of
+        the curvature.
+    """
 
     jacobian: AbstractJacobian
     residual: Float[Array, " m"]
     vectors: Float[Array, "k k"]
+    on_outputs: bool = eqx.field(static=True)
 
-    @property
-    def on_outputs(self) -> bool:
-        return len(self.vectors) == len(self.residual)
+    def step(self, filter: Filter, w: Float[Array, " k"]) -> PyTree[Array]:
+        """Return the step as a formula that needs no derivatives of the eigenpairs."""
+        if self.on_outputs:
+            return self.jacobian.pull_back(-self.filtered(filter, w, self.residual))
+        gradient, unravel = ravel_pytree(self.jacobian.pull_back(self.residual))
+        return unravel(-self.filtered(filter, w, gradient))
+
+    def filtered(
+        self, filter: Filter, w: Float[Array, " k"], vector: Float[Array, " k"]
+    ) -> Float[Array, " k"]:
+        """Return $g(A) b$ as a formula that needs no derivatives of the eigenpairs."""
+        vectors, jacobian = self.vectors, self.jacobian
+        matrix = jacobian.gram() if self.on_outputs else jacobian.curvature()
+        if not isinstance(filter, Tikhonov) or is_zero(filter.damping):
+            return of_matrix(filter, matrix, vector, w, vectors)
+        # As the solution of a linear system it has derivatives of every order.
+        damping = jnp.asarray(filter.damping, w.dtype)
+        matrix, vector = matrix.astype(w.dtype), vector.astype(w.dtype)
+        product = lambda x: matmul(matrix, x) + damping * x
+        solve = lambda _, b: matmul(vectors, filter(w) * matmul(vectors.T, b))
+        return jax.lax.custom_linear_solve(product, vector, solve, symmetric=True)
 
 
 class Spectrum(eqx.Module):
@@ -141,14 +164,14 @@ class Spectrum(eqx.Module):
             return step
         if isinstance(filter, types.FunctionType):  # it may close over traced arrays
             filter = eqx.filter_closure_convert(filter, self.eigenvalues)
-        return with_derivative_of(_step, step, filter, self.eigenvalues, self._origin)
+        return with_derivative_of(Origin.step, step, self._origin, filter, w)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectrum":
         """Return the spectrum with another residual of the same structure."""
         flat = self._flat(residual)
         origin = self._origin
         if origin is not None:
-            origin = Origin(origin.jacobian, flat, origin.vectors)
+            origin = dataclasses.replace(origin, residual=flat)
         faint = self._faint
         if faint is not None:
             faint = faint[0].with_residual(residual), faint[1]
@@ -286,31 +309,3 @@ class Spectrum(eqx.Module):
 _NUM_PROBES = 8
 # Products of the Jacobian with vectors count as zero below this multiple of rounding.
 _ZERO = 3.0
-
-
-def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: Origin):
-    """Return the step as a formula that needs no derivatives of the eigenvectors."""
-    jacobian, r, pairs = origin.jacobian, origin.residual, (eigenvalues, origin.vectors)
-    if origin.on_outputs:
-        return jacobian.pull_back(-filtered(filter, jacobian.gram(), r, *pairs))
-    gradient, unravel = ravel_pytree(jacobian.pull_back(r))
-    return unravel(-filtered(filter, jacobian.curvature(), gradient, *pairs))
-
-
-def filtered(
-    filter: Filter,
-    matrix: Float[Array, "k k"],
-    vector: Float[Array, " k"],
-    w: Float[Array, " k"],
-    vectors: Float[Array, "k k"],
-) -> Float[Array, " k"]:
-    """Return $g(A) b$ for a symmetric matrix A with known eigenpairs, as a formula that
-    needs no derivatives of them."""
-    if not isinstance(filter, Tikhonov) or is_zero(filter.damping):
-        return of_matrix(filter, matrix, vector, w, vectors)
-    # As the solution of a linear system it has derivatives of every order.
-    damping = jnp.asarray(filter.damping, w.dtype)
-    matrix, vector = matrix.astype(w.dtype), vector.astype(w.dtype)
-    product = lambda x: matmul(matrix, x) + damping * x
-    solve = lambda _, b: matmul(vectors, filter(w) * matmul(vectors.T, b))
-    return jax.lax.custom_linear_solve(product, vector, solve, symmetric=True)

@@ -16,7 +16,7 @@ from .._linear_algebra import _lapack, _small_svd
 from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, filtered
+from .._linearisation._spectrum import Filter, Origin
 from ..filters import Tikhonov
 from ..spectra import leading
 
@@ -59,6 +59,8 @@ class Eigenbasis(eqx.Module):
     - `residual`: $r$, or `None` if only the leading eigenpairs are known. Eigenvectors
         have no derivatives where eigenvalues are equal, for example zero. Results that
         follow from all eigenpairs do, and are then differentiated by their formula.
+    - `left`: $U$ beside $V$, for these derivatives on the smaller side; `None` if
+        `vectors` are on it.
     """
 
     eigenvalues: Float[Array, " k"]
@@ -70,6 +72,7 @@ class Eigenbasis(eqx.Module):
     jacobian: AbstractJacobian
     on_outputs: bool = eqx.field(static=True)
     residual: Float[Array, " m"] | None = None
+    left: Float[Array, "m m"] | None = None
 
     moves: ClassVar[bool] = True  # whether the mean differs from the model's output
 
@@ -112,8 +115,8 @@ class Eigenbasis(eqx.Module):
     ) -> Float[Array, " n"]:
         """Return -B (g(w) c), the change of the outputs of another Jacobian; `seen` is
         B."""
-        args = self.jacobian, other, self.residual, filter
-        return self._by_formula(_change, matmul(seen, self.filtered(filter)), *args)
+        changes = matmul(seen, self.filtered(filter))
+        return self._by_formula(_change, changes, other, filter)
 
     def filtered(self, filter: Filter) -> Float[Array, " k"]:
         """Return -g(w) c. Eigenvalues that are only rounding are left out if the filter
@@ -149,8 +152,7 @@ class Eigenbasis(eqx.Module):
         r"""Return the diagonal of
         $\lambda\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top$; `seen` is B."""
         variance = self._variance_by_vectors(other, seen, damping)
-        args = self.jacobian, other, Tikhonov(damping)
-        return self._by_formula(_variance, variance, *args)
+        return self._by_formula(_variance, variance, other, Tikhonov(damping))
 
     def _variance_by_vectors(
         self, other: AbstractJacobian, seen: Float[Array, "n k"], damping: Scalar
@@ -205,14 +207,17 @@ class Eigenbasis(eqx.Module):
     def misfit(self, damping: Scalar) -> Scalar:
         r"""Return $r^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
         inside = jnp.sum(self.squares / (self.eigenvalues + damping))
-        args = self.jacobian, self.residual, Tikhonov(damping)
-        return self._by_formula(_misfit, self.outside / damping + inside, *args)
+        misfit = self.outside / damping + inside
+        return self._by_formula(_misfit, misfit, Tikhonov(damping))
 
     def _by_formula(self, formula: Callable, value: Array, *args: Any) -> Array:
         """Return a value, with a formula's derivatives if all eigenpairs are known."""
         if self.residual is None:
             return value
-        return with_derivative_of(formula, value, *args)
+        on_outputs = self.on_outputs or self.left is not None
+        vectors = self.vectors if self.left is None else self.left
+        origin = Origin(self.jacobian, self.residual, vectors, on_outputs)
+        return with_derivative_of(formula, value, origin, self.eigenvalues, *args)
 
 
 def _singular_values_pay(cost: Cost) -> bool:
@@ -271,6 +276,7 @@ def _by_singular_values(problem: Quadratic) -> Eigenbasis:
         jacobian=jacobian,
         on_outputs=False,
         residual=residual,
+        left=u if len(u) <= len(vt.T) else None,
     )
 
 
@@ -319,60 +325,35 @@ def _squared_norm(vector: Float[Array, " m"], dtype) -> Scalar:
     return jnp.sum(vector.astype(dtype) ** 2)
 
 
-class _OnSmallerSide(eqx.Module):
-    """The smaller of kernel and curvature, with its eigenpairs."""
-
-    matrix: Float[Array, "k k"]
-    eigenvalues: Float[Array, " k"]
-    vectors: Float[Array, "k k"]
-    on_outputs: bool = eqx.field(static=True)
-
-    @staticmethod
-    def of(jacobian: AbstractJacobian) -> "_OnSmallerSide":
-        m, p = jacobian.shape
-        matrix = jacobian.gram() if m <= p else jacobian.curvature()
-        w, vectors = _lapack.eigh(matrix)
-        return _OnSmallerSide(matrix, jnp.maximum(w, 0), vectors, on_outputs=m <= p)
-
-    def filtered(self, filter: Filter, vector: Float[Array, " k"]) -> Float[Array, " k"]:
-        return filtered(filter, self.matrix, vector, self.eigenvalues, self.vectors)
+# The same quantities as formulas, used for their derivatives
 
 
 def _change(
-    jacobian: AbstractJacobian,
-    other: AbstractJacobian,
-    residual: Float[Array, " m"],
-    filter: Filter,
+    origin: Origin, w: Float[Array, " k"], other: AbstractJacobian, filter: Filter
 ) -> Float[Array, " n"]:
-    """Return what `Eigenbasis.change` does, as a formula to be differentiated."""
-    side = _OnSmallerSide.of(jacobian)
-    if side.on_outputs:
-        return -matmul(other.gram_with(jacobian), side.filtered(filter, residual))
-    gradient, unravel = ravel_pytree(jacobian.pull_back(residual))
-    return -other.push_forward(unravel(side.filtered(filter, gradient)))
+    if origin.on_outputs:
+        of_residual = origin.filtered(filter, w, origin.residual)
+        return -matmul(other.gram_with(origin.jacobian), of_residual)
+    return other.push_forward(origin.step(filter, w))
 
 
 def _variance(
-    jacobian: AbstractJacobian, other: AbstractJacobian, filter: Tikhonov
+    origin: Origin, w: Float[Array, " k"], other: AbstractJacobian, filter: Tikhonov
 ) -> Float[Array, " n"]:
-    """Return what `Eigenbasis.variance` does, as a formula to be differentiated."""
-    side = _OnSmallerSide.of(jacobian)
-    seen = other.gram_with(jacobian) if side.on_outputs else other.as_matrix()
-    combined = jax.vmap(lambda row: side.filtered(filter, row))(seen)
-    if side.on_outputs and _rows_pay(jacobian, other):
+    jacobian, on_outputs = origin.jacobian, origin.on_outputs
+    seen = other.gram_with(jacobian) if on_outputs else other.as_matrix()
+    combined = jax.vmap(lambda row: origin.filtered(filter, w, row))(seen)
+    if on_outputs and _rows_pay(jacobian, other):
         damping = jnp.asarray(filter.damping, combined.dtype)
         return _left(jacobian, other, combined, damping)
     each = jnp.sum(seen * combined, axis=1)
-    return other.squared_rows() - each if side.on_outputs else each * filter.damping
+    return other.squared_rows() - each if on_outputs else each * filter.damping
 
 
-def _misfit(
-    jacobian: AbstractJacobian, residual: Float[Array, " m"], filter: Tikhonov
-) -> Scalar:
-    """Return what `Eigenbasis.misfit` does, as a formula to be differentiated."""
-    side = _OnSmallerSide.of(jacobian)
-    if side.on_outputs:
-        return jnp.sum(residual * side.filtered(filter, residual))
-    gradient, _ = ravel_pytree(jacobian.pull_back(residual))
-    inside = jnp.sum(gradient * side.filtered(filter, gradient))
+def _misfit(origin: Origin, w: Float[Array, " k"], filter: Tikhonov) -> Scalar:
+    residual = origin.residual
+    if origin.on_outputs:
+        return jnp.sum(residual * origin.filtered(filter, w, residual))
+    gradient, _ = ravel_pytree(origin.jacobian.pull_back(residual))
+    inside = jnp.sum(gradient * origin.filtered(filter, w, gradient))
     return (jnp.sum(residual**2) - inside) / filter.damping
