@@ -23,6 +23,7 @@ from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._subproblem import choose, OnSpace, ProxLinear
+from .._subproblem._base import undamped
 from ..filters import (
     AbstractFilter,
     Damped,
@@ -182,11 +183,7 @@ class AbstractPath(eqx.Module):
 
     def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
         """Return the filter for this number of steps, or this time."""
-
-        def field(filter):
-            inner = filter.filter if isinstance(filter, Damped) else filter
-            return getattr(inner, self._amount)
-
+        field = lambda filter: getattr(undamped(filter)[0], self._amount)
         return eqx.tree_at(field, self._filter, amount)
 
     def _outputs(self, on: Linearisation, amounts: np.ndarray) -> PyTree[Array]:

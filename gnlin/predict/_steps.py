@@ -33,15 +33,19 @@ def step_by_step(
     problem = way.in_space()
     objective, outputs, zero = problem.objective, problem.outputs, problem.space.zero()
 
-    def later(start, time: Scalar):
-        z, before = start
-        end = flow(problem, time - before, damping, z)
-        return (end.z, time), jnp.where(end.met, seen(end.z), jnp.nan)
-
     if isinstance(filter, GradientFlow):
+
+        def later(start, time: Scalar):
+            z, before = start
+            end = flow(problem, time - before, damping, z)
+            return (end.z, time), jnp.where(end.met, seen(end.z), jnp.nan)
+
         start = zero, jnp.zeros((), amounts.dtype)
         return jax.lax.scan(later, start, amounts)[1]
     assert isinstance(filter, Descent)
+    problem = problem._replace(first=problem.first_gradient())
+    loss = objective.value(outputs)
+    rounding = jnp.finfo(loss.dtype).eps ** 0.5 * jnp.abs(loss)
 
     def has_risen(z):
         at = _tree.axpy(1, problem.space.push(z), outputs)
@@ -54,9 +58,6 @@ def step_by_step(
         worse = has_risen(end.z) & (momentum == 0)
         return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
 
-    problem = problem._replace(first=problem.first_gradient())
-    loss = objective.value(outputs)
-    rounding = jnp.finfo(loss.dtype).eps ** 0.5 * jnp.abs(loss)
     at_rest = Momentum.of(filter).init(zero)
     start = Descended(zero, at_rest, jnp.zeros((), float), jnp.array(False))
     return jax.lax.scan(further, start, amounts)[1]
