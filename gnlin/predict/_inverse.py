@@ -48,7 +48,7 @@ class BySolves(eqx.Module):
     to first order."""
 
     problem: Quadratic
-    units: PyTree[Array]
+    units: Float[Array, " p"]
     damping: Scalar
     rank: Scalar
     is_whole: ClassVar[bool] = True
@@ -66,12 +66,13 @@ class BySolves(eqx.Module):
         units = jax.tree.map(lambda x: jnp.where(x > 0, x, 1), norms)
         damping = jnp.array(_ROUNDINGS * _tree.eps(problem.residual))
         scaled = Quadratic(jacobian, zeros).scaled(units)
-        return BySolves(scaled, units, damping, jnp.sum(moving))
+        flat, _ = _tree.ravel_pytree(units)
+        return BySolves(scaled, flat, damping, jnp.sum(moving))
 
     def covariance_of(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
         """Return the covariance of linear functions of the parameters."""
         step = self._steps()
-        rows = rows / self._flat_units()[None]
+        rows = rows / self.units[None]
         solved = -self._in_blocks(step, rows)
         damped = _tree.matmul(rows, solved.T)
         lost = self.damping * _tree.matmul(solved, solved.T)
@@ -81,24 +82,21 @@ class BySolves(eqx.Module):
 
     def variances(self, rows: Float[Array, "k p"], scale: Scalar) -> Array:
         """Return the variances of linear functions of the parameters."""
-        units = self._flat_units()
-        return self._variances(lambda row: row / units, rows, scale)
+        return self._variances(lambda row: row / self.units, rows, scale)
 
     def variances_of_parameters(self, scale: Scalar) -> Float[Array, " p"]:
         """Return the variance of each parameter, without a p x p matrix."""
-        units = self._flat_units()
-        every = jnp.arange(len(units))
+        units = self.units
 
         def row(k: Int[Array, ""]) -> Float[Array, " p"]:
             return jnp.zeros_like(units).at[k].set(1 / units[k])
 
-        return self._variances(row, every, scale)
+        return self._variances(row, jnp.arange(len(units)), scale)
 
     def newton_decrement(self, slope: PyTree[Array]) -> Scalar:
         """Return the length of a Newton step in standard deviations. A product with the
         Jacobian removes what rounding adds in directions without curvature."""
-        slope = jax.tree.map(jnp.divide, slope, self.units)
-        step = self._steps()(_tree.ravel_pytree(slope)[0])
+        step = self._steps()(_tree.ravel_pytree(slope)[0] / self.units)
         return _tree.norm(self.problem.jacobian.push_forward(self._unravel(step)))
 
     def _variances(
@@ -132,7 +130,7 @@ class BySolves(eqx.Module):
     def _steps(self) -> Callable[[Float[Array, " p"]], Float[Array, " p"]]:
         """Set the problem up, and return its step for a gradient."""
         filter = Tikhonov(self.damping)
-        zeros = self._unravel(jnp.zeros_like(self._flat_units()))
+        zeros = self._unravel(jnp.zeros_like(self.units))
         problem = dataclasses.replace(self.problem, rest=zeros)
         # More than one trial: trying products first would not pay for many functions.
         ready = choose(problem, filter, num_trials=2).factorised(filter)
@@ -145,6 +143,3 @@ class BySolves(eqx.Module):
 
     def _unravel(self, flat: Float[Array, " p"]) -> PyTree[Array]:
         return self.problem.jacobian.domain.unravel(flat)
-
-    def _flat_units(self) -> Float[Array, " p"]:
-        return _tree.ravel_pytree(self.units)[0]
