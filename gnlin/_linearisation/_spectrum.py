@@ -20,6 +20,12 @@ from .._linear_algebra._derivatives import of_matrix, with_derivative_of
 from ..filters import GradientDescent, Tikhonov
 
 
+# Number of random sums of eigenvectors. With eight, the probability that all of them
+# contain less than a tenth of a given eigenvector is one in a million.
+_NUM_PROBES = 8
+# Products of the Jacobian with vectors count as zero below this multiple of rounding.
+_ZERO = 3.0
+
 Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
 
 
@@ -302,10 +308,3 @@ class Spectrum(eqx.Module):
     def finite(self) -> Array:
         """Whether the Jacobian and the residual were finite."""
         return _tree.all_finite((self.eigenvalues, self.coefficients))
-
-
-# Number of random sums of eigenvectors. With eight, the probability that all of them
-# contain less than a tenth of a given eigenvector is one in a million.
-_NUM_PROBES = 8
-# Products of the Jacobian with vectors count as zero below this multiple of rounding.
-_ZERO = 3.0

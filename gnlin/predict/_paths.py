@@ -12,13 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    check_finite_nonnegative,
-    check_flag,
-    check_scalar,
-    is_traced,
-    is_zero,
-)
+from .._common._checks import check_flag, check_scalar, is_traced, is_zero
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
@@ -287,7 +281,6 @@ def _way(
 ) -> tuple[Eigenbasis | OnSpace, AbstractFilter]:
     """Return the way to train, set up, and the filter with its damping."""
     check_scalar("damping", damping)
-    check_finite_nonnegative("damping", damping)
     whole = filter if is_zero(damping) else Damped(filter, damping)
     way = _set_up(linearised, whole)
     if isinstance(way, Eigenbasis):

@@ -236,19 +236,14 @@ class Posterior(eqx.Module):
         """Whether the mean differs from the model's output."""
         return self._is_quadratic and self._basis.moves
 
-    def _scaled(self) -> "Posterior":
-        """Return the posterior with the same damping and the scale of the largest
-        evidence."""
-        if not self._is_quadratic:
-            return self
-        scale = jnp.sqrt(self._basis.misfit(self.damping) / self._counted()[0])
-        scale = jnp.where(scale > 0, scale, self.prior)
-        return self.at(noise=scale * jnp.sqrt(self.damping), prior=scale)
-
     def _damped(self, damping: Scalar) -> "Posterior":
-        if self._is_quadratic:
-            return self.at(noise=jnp.sqrt(damping) * self.prior)._scaled()
-        return self.at(prior=1 / jnp.sqrt(damping))
+        """Return the posterior with this damping, and for squared error with the scale of
+        the largest evidence."""
+        if not self._is_quadratic:
+            return self.at(prior=1 / jnp.sqrt(damping))
+        scale = jnp.sqrt(self._basis.misfit(damping) / self._counted()[0])
+        scale = jnp.where(scale > 0, scale, self.prior)
+        return self.at(noise=scale * jnp.sqrt(damping), prior=scale)
 
 
 class _Contrast(eqx.Module):
