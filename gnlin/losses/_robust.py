@@ -22,8 +22,8 @@ from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 # adjustment with outliers take 337 steps in all, and as many with 0.02; 417 with 0.1, and
 # three do not converge with 0.
 _LEAST_PART = 0.05
-# A solver begins with all of them. After each step that lowers the loss by less than the
-# first part, the second multiplies theirs. The eight runs take 492 steps with the least
+# A solver begins with the part 1, and multiplies it by `_FADES` after each step that
+# lowers the loss by less than `_FAST` of it. The eight runs take 492 steps with the least
 # part throughout, and 360 if the first slow step leads to the least part.
 _FAST, _FADES = 0.01, 0.5
 
