@@ -860,6 +860,26 @@ def test_derivatives_where_eigenvalues_are_zero(order):
         np.testing.assert_allclose(slope, both.imag / 1e-30, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("copies", [2, 3])
+def test_derivatives_of_the_limit_of_equal_examples(copies, monkeypatch):
+    """Eigenvalues that are only rounding take no part in the limit, nor in its
+    derivatives, whether singular values (two copies) or eigenvalues were computed."""
+    if copies == 3:  # another shape, and so another program
+        module = "gnlin.predict._eigenbasis._singular_values_pay"
+        monkeypatch.setattr(module, lambda cost: False)
+    model, (inputs, targets) = case("wide")
+    inputs, targets = (jnp.tile(x, (copies, 1)) for x in (inputs, targets))
+    targets += jnp.linspace(0, 1, len(targets))[:, None]
+
+    def limit(targets):
+        return gnlin.predict.gradient_flow(model, (inputs, targets))(TEST)
+
+    found = jax.jacobian(limit)(targets).reshape(TEST.shape[0] * 2, -1)
+    (_, rows), (_, there) = dense(model, inputs), dense(model, TEST)
+    expected = there @ rows.T @ np.linalg.pinv(rows @ rows.T, 1e-10, hermitian=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.slow
 def test_derivatives_of_a_classifiers_variance():
     """The curvature of the softmax is zero where all logits change alike."""

@@ -115,16 +115,11 @@ class Eigenbasis(eqx.Module):
     ) -> Float[Array, " n"]:
         """Return -B (g(w) c), the change of the outputs of another Jacobian; `seen` is
         B."""
-        changes = matmul(seen, self.filtered(filter))
+        resolved = _Resolved(filter, self.rounding, self.cutoff)
+        changes = matmul(seen, -resolved(self.eigenvalues) * self.coefficients)
+        if not isinstance(filter, Tikhonov):  # which has derivatives of every order
+            filter = resolved
         return self._by_formula(_change, changes, other, filter)
-
-    def filtered(self, filter: Filter) -> Float[Array, " k"]:
-        """Return -g(w) c. Eigenvalues that are only rounding are left out if the filter
-        would not treat them like zero, as with gradient flow of infinite time."""
-        w = self.eigenvalues
-        g = filter(jnp.concatenate([_NEXT_TO_ZERO * self.rounding[None], w]))
-        same_as_zero = g[0] * self.rounding <= 1
-        return jnp.where((w > self.cutoff) | same_as_zero, -g[1:] * self.coefficients, 0)
 
     @property
     def cutoff(self) -> Scalar:
@@ -218,6 +213,20 @@ class Eigenbasis(eqx.Module):
         vectors = self.vectors if self.left is None else self.left
         origin = Origin(self.jacobian, self.residual, vectors, on_outputs)
         return with_derivative_of(formula, value, origin, self.eigenvalues, *args)
+
+
+class _Resolved(eqx.Module):
+    """A filter that leaves out eigenvalues that are only rounding, if it would not treat
+    them like zero, as with gradient flow of infinite time."""
+
+    filter: Filter
+    rounding: Scalar
+    cutoff: Scalar
+
+    def __call__(self, w: Float[Array, " k"]) -> Float[Array, " k"]:
+        g = self.filter(jnp.concatenate([_NEXT_TO_ZERO * self.rounding[None], w]))
+        same_as_zero = g[0] * self.rounding <= 1
+        return jnp.where((w > self.cutoff) | same_as_zero, g[1:], 0)
 
 
 def _singular_values_pay(cost: Cost) -> bool:
