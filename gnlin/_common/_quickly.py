@@ -40,9 +40,9 @@ def quickly(fn: Callable, *, has_loops: bool = False, is_brief: bool = False) ->
 
     @functools.cache
     def quick() -> Callable:  # asks for the backend, which must not happen at the import
-        options = _EMITTERS | (_LOOPS if has_loops else {})
-        if jax.default_backend() == "cpu":
-            options |= _NO_PASSES if is_brief else _FEW_PASSES
+        options = _EMITTERS | (_LOOPS if has_loops else {}) | few_passes()
+        if is_brief and few_passes():
+            options |= _NO_PASSES
         settings: Any = {"compiler_options": options}
         return eqx.filter_jit(fn, **settings)
 
@@ -60,6 +60,13 @@ def quickly(fn: Callable, *, has_loops: bool = False, is_brief: bool = False) ->
             return plain(*args)
 
     return call
+
+
+def few_passes() -> dict[str, bool | int]:
+    """Return XLA's options for few optimisations by LLVM, if the device is a CPU, on
+    which they were measured, and this version of XLA knows them."""
+    on_cpu = jax.default_backend() == "cpu"
+    return dict(_FEW_PASSES) if on_cpu and are_known() else {}
 
 
 @functools.cache

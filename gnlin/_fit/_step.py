@@ -14,6 +14,7 @@ from .._common import _tree
 from .._common._canonical import AnyArray, join, split, Static
 from .._common._checks import is_key
 from .._common._identity import checksum, program
+from .._common._quickly import few_passes
 from .._common._sharding import everywhere, keep
 from .._linearisation._objective import BatchLoss
 from .._training._step import advanced, Carry, checked_outputs, StepSettings
@@ -157,7 +158,7 @@ class Compiled:
 
 @functools.lru_cache(maxsize=128)
 def _jitted(fn: Callable, fixed_static: Static, changing_static: tuple) -> Callable:
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=few_passes())
     def call(fixed, *changing):
         parts = [
             join(arrays, static)
