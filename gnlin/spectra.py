@@ -22,9 +22,11 @@ from ._common._checks import (
     as_scalar,
     check_count,
     check_finite_positive,
+    is_traced,
     nan_unless,
 )
 from ._common._tree import matmul, ravel_pytree
+from ._common._words import by_name, with_error
 from ._jacobian import AbstractJacobian
 from ._linear_algebra import _lanczos, _nystrom
 from ._linearisation._decompositions import lift_kernel, lift_singular
@@ -208,6 +210,10 @@ class Estimate(NamedTuple):
 
     value: PyTree
     standard_error: PyTree
+
+    def __str__(self) -> str:
+        """The values beside their errors, with all the digits that these leave."""
+        return repr(self) if is_traced(self) else by_name(with_error, *self)
 
 
 @eqx.filter_jit

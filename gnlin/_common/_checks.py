@@ -4,6 +4,7 @@ Traced values pass, since they are not known before the program runs. A schedule
 number: where one is allowed, test for it before calling these.
 """
 
+import difflib
 import dis
 import inspect
 import re
@@ -17,6 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Key, PyTree, ScalarLike
+
+
+# Of more names than the first number, an error lists at most the second number, which are
+# like the one that was given.
+_MOST_NAMES, _FEW_NAMES = 20, 5
 
 
 def as_scalar(value):
@@ -196,10 +202,12 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
     known = list(known)
     for name in names:
         if name not in known:
-            raise ValueError(
-                f"There is no parameter {name!r} {what}: the parameters are "
-                f"{', '.join(map(repr, known))}."
-            )
+            near, others = known, "the parameters are"
+            if len(known) > _MOST_NAMES:
+                near = difflib.get_close_matches(str(name), map(str, known), _FEW_NAMES)
+                near, others = near or known[:_FEW_NAMES], "there are"
+            listed = ", ".join(map(repr, near)) + " and others" * (near is not known)
+            raise ValueError(f"There is no parameter {name!r} {what}: {others} {listed}.")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool
 
 from .._common import _tree
+from .._common._words import counted
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
@@ -30,13 +31,15 @@ _MOST = 0.5
 _MOST_OUTLYING = 0.25
 # The most undetermined directions that a message describes.
 _MOST_DIRECTIONS = 3
+# The most parameters that a message names, if the likelihood has no maximum.
+_MOST_NAMES = 5
 
 
 def reason(fit: "CurveFit") -> str:
     """Return why the run ended, in words."""
     if fit._setting.many or isinstance(fit.chi_squared, Tracer):
         return ""
-    converged = f"converged in {int(fit.num_steps)} steps"
+    converged = f"converged in {counted(int(fit.num_steps), 'step')}"
     return _without_maximum(fit) or _failure(fit) or converged
 
 
@@ -52,7 +55,7 @@ def _failure(fit: "CurveFit") -> str:
         return ""
     if name == "nonlinear_max_steps_reached":
         if steps < fit._setting.max_steps:
-            return f"interrupted after {steps} steps"
+            return f"interrupted after {counted(steps, 'step')}"
         return f"{in_words(name, steps)}: raise `max_steps`, or start closer"
     if has_place:
         return what_is_not_finite(fit)
@@ -147,6 +150,8 @@ def _without_maximum(fit: "CurveFit") -> str:
         for name, way in zip(fit.names, ways.tolist(), strict=True)
         if way
     ]
+    if len(which) > _MOST_NAMES:
+        which[_MOST_NAMES:] = [f"{len(which) - _MOST_NAMES} others do so, too,"]
     return (
         f"the likelihood has no maximum, and {' and '.join(which)} without end, as for a "
         "group whose counts are all 0, whose trials all end alike, or whose values are "
@@ -158,7 +163,7 @@ def some_directions(fit: "CurveFit", separator: str) -> str:
     """Describe some of the directions in which the parameters do not change the curve."""
     found = fit.undetermined()
     more = len(found) - _MOST_DIRECTIONS
-    others = [f"{more} other directions"] if more > 0 else []
+    others = [counted(more, "other direction")] if more > 0 else []
     return separator.join([*found[:_MOST_DIRECTIONS], *others])
 
 

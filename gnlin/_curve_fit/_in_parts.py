@@ -12,6 +12,7 @@ from .._common import _tree
 from .._common._checks import is_traced, to_jax
 from .._common._progress import Bar
 from .._common._quickly import quickly
+from .._common._words import counted
 from .._solver import LevenbergMarquardt
 from ..losses._robust import AbstractRobust
 from ._arrays import as_x
@@ -178,20 +179,22 @@ class _Passes:
 
     def _check(self, sums: Sums) -> None:
         missing, infinite, sigma, *_ = (int(n) for n in sums.faults.number)
+        many = lambda number, what: counted(f"{number:,}", what)
         where = lambda kind: f"first at point {self.point(sums, kind):,}"
         if missing and self.nan_policy == "raise":
             raise ValueError(
-                f"`x` or `y` has {missing:,} missing values (NaN), {where(MISSING)}: "
+                f"`x` or `y` has {many(missing, 'missing value')} (NaN), "
+                f"{where(MISSING)}: "
                 'leave them out, or pass `nan_policy="omit"`.'
             )
         if infinite:
             raise ValueError(
-                f"`y` must be finite, but has {infinite:,} infinite values, "
+                f"`y` must be finite, but has {many(infinite, 'infinite value')}, "
                 f"{where(INFINITE)}."
             )
         if sigma:
             raise ValueError(
-                f"`sigma` must be positive, but is not at {sigma:,} points, "
+                f"`sigma` must be positive, but is not at {many(sigma, 'point')}, "
                 f"{where(SIGMA)}."
             )
         if sums.totals.num_points == 0:

@@ -1,5 +1,6 @@
 """The start of a fit, the parameters that are fixed, and the bounds, in one form."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,8 +11,8 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .._common._checks import check_names
+from .._common._words import name_of
 from ._arrays import as_floats
-from ._points import name_of
 
 
 def as_start(value: Any) -> Array:
@@ -59,6 +60,31 @@ def parted(start: PyTree[Array], fixed: Iterable[str]) -> tuple[PyTree, PyTree]:
 def _names(path: tuple) -> list[str]:
     """Return the names of the entries that a leaf is in, such as `a` and `a.width`."""
     return [name_of(path[:k]) for k in range(1, len(path) + 1)]
+
+
+def among(names: str | Iterable[str] | None, known: tuple[str, ...]) -> np.ndarray:
+    """Return which entries of the parameters are named: by themselves, as `heights[2]`,
+    or by an array or a dictionary that holds them. `None` names all.
+
+    - `known`: the names of all entries.
+    """
+    if names is None:
+        return np.ones(len(known), bool)
+    if isinstance(names, bytes | Mapping) or not isinstance(names, Iterable):
+        raise ValueError(
+            "`names` must be a name, or a sequence of names, of parameters, but "
+            f"{names!r} was given."
+        )
+    given = [names] if isinstance(names, str) else list(names)
+    holders = [_holders(name) for name in known]
+    check_names(given, dict.fromkeys(itertools.chain(*holders)), "that is free")
+    return np.array([any(name in given for name in each) for each in holders])
+
+
+def _holders(entry: str) -> list[str]:
+    """Return the names of what an entry is in, such as `a`, `a.b` and `a.b[0]`."""
+    ends = [place for place, letter in enumerate(entry) if place and letter in ".["]
+    return [entry[:end] for end in [*ends, len(entry)]]
 
 
 def limits(bounds: Any, start: PyTree) -> Any:

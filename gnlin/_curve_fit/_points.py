@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, PyTree
 
-
-def name_of(path: tuple) -> str:
-    """Return a leaf's name, such as `peak.width`, or "" if it is the whole tree."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+from .._common._words import name_of
 
 
 def num_of(like: PyTree) -> tuple[int, int]:

@@ -1,16 +1,17 @@
 """Confidence intervals from the profile likelihood."""
 
 import warnings
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Bool, PyTree
 
 from .._common import _tree
 from .._common._checks import as_scalar
+from .._common._words import rounded
 from ._curve import Data, rounding
 from ._problem import flat_box
 from ._program import fitted
@@ -36,10 +37,31 @@ _FARTHEST = 1e4
 # of the loss there differs from the prediction by more than this factor, the ends are
 # found by bisection in units of the value.
 _ASTRAY = 1e3
+# The most ends at bounds of other parameters that a warning describes.
+_MOST_ENDS = 4
 
 
-def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTree]:
-    """Return the lower and upper ends of all intervals.
+class _Refit(NamedTuple):
+    """A fit with one parameter held.
+
+    - `distance`: the square root of the loss's rise, in standard errors.
+    - `start`: the start of the next refit.
+    - `fault`: what is wrong there, or "".
+    - `sides`: -1 for other parameters that have come to their lower bound, 1 to their
+        upper, else 0.
+    """
+
+    distance: float
+    start: np.ndarray
+    fault: str = ""
+    sides: Any = ()
+
+
+def profiles(
+    fit: "CurveFit", data: Data, quantile: float, asked: Bool[np.ndarray, " k"]
+) -> tuple[PyTree, PyTree]:
+    """Return the lower and upper ends of the intervals of the parameters that are asked
+    for, and NaN for the others.
 
     Each end is found by the secant method on the square root of the loss's rise, which is
     nearly linear in a parameter that is not at a bound."""
@@ -53,7 +75,7 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     assert fit.residuals is not None  # fits in parts have no profiles
     is_exact = jnp.max(jnp.abs(fit.residuals)) <= rounding(data)
     if is_exact and setting.is_estimated:  # The loss rises in units of rounding.
-        width = np.where(is_inner, quantile * errors, np.nan)
+        width = np.where(is_inner & asked, quantile * errors, np.nan)
         return of_all(best - width), of_all(best + width)
     box = flat_box(setting.solver.bounds, end.parameters)
     unit_of_loss = float(end.bend * end.variance)
@@ -66,11 +88,9 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     rtol: Any = as_scalar(max(setting.solver.rtol, _RTOL / fit.residuals.size**0.5))
     loosely = eqx.tree_at(lambda s: s.solver.rtol, setting, rtol)
 
-    def risen(k: int, value: float, start: np.ndarray) -> tuple[float, np.ndarray, str]:
-        """Refit with parameter `k` held at a value. Return the square root of the loss's
-        rise, in standard errors; the start of the next refit; and what is wrong there, or
-        "". The refits run the program of the fit, because one program for all takes
-        longer to compile."""
+    def risen(k: int, value: float, start: np.ndarray) -> _Refit:
+        """Refit with parameter `k` held at a value. The refits run the program of the
+        fit, because one program for all takes longer to compile."""
         start = start.copy()
         start[k] = value
         marks = unravel(jnp.zeros_like(flat).at[k].set(1))
@@ -79,14 +99,28 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
         try:
             refit, _ = fitted(loosely, data._replace(held=held), values)
         except eqx.EquinoxRuntimeError:
-            return np.inf, start, "`f` raises an error"
+            return _Refit(np.inf, start, "`f` raises an error")
         rise = float(2 * (refit.loss - end.loss) / unit_of_loss)
         if refit.nonfinite.of_curve or np.isnan(rise):
             what = "`f`" if refit.nonfinite.of_curve else "the loss"
-            return np.inf, start, f"{what} is not finite"
+            return _Refit(np.inf, start, f"{what} is not finite")
         if np.isfinite(rise):
             start = np.array(_tree.ravel_pytree(refit.parameters)[0])
-        return max(rise, 0.0) ** 0.5, start, ""
+        sides = np.where(is_inner, np.asarray(refit.at_bound), 0)
+        sides[k] = 0
+        return _Refit(max(rise, 0.0) ** 0.5, start, sides=sides)
+
+    def told(k: int, sign: int, value: float, refit: _Refit) -> float:
+        """Return an end, and note which bounds of other parameters hold there."""
+        others = [
+            f"{fit.names[j]} is at its {'upper' if refit.sides[j] > 0 else 'lower'} bound"
+            for j in np.flatnonzero(refit.sides)
+        ]
+        if others:
+            end = "upper" if sign > 0 else "lower"
+            where = " and ".join(others)
+            bounded.append(f"The {end} end of {fit.names[k]} lies where {where}")
+        return value
 
     def end_of(k: int, sign: int) -> float:
         centre, unit, start = float(best[k]), float(errors[k]), best
@@ -100,27 +134,28 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             return np.nan
         # A bracket of the end, and the step into it, in standard errors.
         near, far, step, value, fault = 0.0, np.inf, quantile, centre, ""
+        refit = _Refit(0.0, start)
         last_step, last_distance, is_astray = 0.0, 0.0, False
         for number in range(_MOST_REFITS):
             step = min(step, reach / unit)
             is_at_bound = step >= reach / unit
             value = bound if is_at_bound else centre + sign * step * unit
-            distance, refitted, found = risen(k, value, start)
-            is_below = distance < quantile
+            refit = risen(k, value, start)
+            distance, is_below = refit.distance, refit.distance < quantile
             if is_below and is_at_bound:
                 return bound
             if is_below and step >= _FARTHEST:
                 return sign * np.inf
             if abs(distance - quantile) <= _NEAR * quantile:
-                return value
+                return told(k, sign, value, refit)
             is_huge = number == 0 and unit > _ASTRAY * abs(centre) > 0
             if is_huge and not 1 / _ASTRAY <= distance / quantile <= _ASTRAY:
                 is_astray, unit = True, abs(centre)
                 continue
             if is_below:  # A refit that is above may have ended at another minimum.
-                near, start = step, refitted
+                near, start = step, refit.start
             else:
-                far, fault = step, found
+                far, fault = step, refit.fault
             if near >= (1 - _NEAR) * far:  # The loss jumps here.
                 break
             slope = (distance - last_distance) / (step - last_step)
@@ -134,18 +169,26 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
             step = secant if is_inside and not halves else middle
         is_lost = fault and far < reach / unit  # A bound itself may be such a place.
         if near >= (1 - _ROUGHLY) * far and not is_lost:
-            return value
+            return told(k, sign, value, refit)
         low, high = sorted(centre + sign * part * unit for part in (near, far))
-        why = f"it lies between {low:.4g} and {high:.4g}"
+        why = f"it lies between {rounded(low, unit)} and {rounded(high, unit)}"
         if is_lost:
-            why = f"{fault} beyond {centre + sign * far * unit:.4g}"
+            why = f"{fault} beyond {rounded(centre + sign * far * unit, unit)}"
         lost.append(
             f"An end of the confidence interval of {fit.names[k]} was not found: {why}."
         )
         return np.nan
 
     lost: list[str] = []
-    low, high = ([end_of(k, sign) for k in range(best.size)] for sign in (-1, 1))
+    bounded: list[str] = []
+    low, high = np.full((2, best.size), np.nan)
+    for ends, sign in ((low, -1), (high, 1)):
+        for k in np.flatnonzero(asked):
+            ends[k] = end_of(k, sign)
+    if len(bounded) > _MOST_ENDS:
+        bounded[_MOST_ENDS:] = [f"so do {len(bounded) - _MOST_ENDS} others"]
+    if bounded:
+        lost.append(f"{'; '.join(bounded)}. With wider bounds it may be elsewhere.")
     if lost:
         # The callers are the method, Equinox's wrapper and the user's line.
         warnings.warn(" ".join(lost), stacklevel=4)

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
+from .._common._words import abridged, aligned, counted, names_of, rounded
 from ..losses._base import has_observed_root
 from ._curve import rounding
 from ._ending import some_directions
 from ._likelihood import is_known
-from ._points import listed, name_of
+from ._points import listed
 from ._residuals import num_points, unit_of
 
 
@@ -20,25 +20,19 @@ if TYPE_CHECKING:
 # Correlations below this are not reported.
 _LEAST_CORRELATION = 0.1
 _MOST_CORRELATIONS, _MOST_OUTLIERS = 10, 10
-
-
-def names_of(tree: PyTree) -> tuple[str, ...]:
-    """Return the names of all entries, such as `rate` or `rate[0]`."""
-    names = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = name_of(path) or "p"
-        shape = np.shape(leaf)
-        names += [name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)]
-    return tuple(names)
+# Where the parameters are that the table leaves out.
+_ELSEWHERE = "`fit.parameters` and `fit.standard_errors`"
 
 
 def report(fit: "CurveFit") -> str:
     """Return a summary, with a table of the parameters."""
+    number = counted(len(fit.names), "free parameter")
+    sizes = [np.size(leaf) for leaf in jax.tree.leaves(fit.parameters)]
     lines = [
-        f"{fit.reason}: {_how_many(fit)}, {len(fit.names)} free parameters",
+        f"{fit.reason}: {_how_many(fit)}, {number}",
         *_how_well(fit),
         "",
-        *_aligned(_rows(fit)),
+        *abridged(aligned(_rows(fit)), sizes, f", in {_ELSEWHERE}"),
     ]
     pairs = _correlations(fit)
     if pairs:
@@ -46,10 +40,14 @@ def report(fit: "CurveFit") -> str:
         largest = pairs[:_MOST_CORRELATIONS]
         lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in largest]
         if len(pairs) > len(largest):
-            lines.append(f"  and {len(pairs) - len(largest)} smaller ones")
+            more = counted(len(pairs) - len(largest), "smaller one")
+            lines.append(f"  and {more}")
     outliers = None if fit.residuals is None else fit.outliers()
     if number := sum(points.size for points in jax.tree.leaves(outliers)):
-        lines += ["", f"{number} outliers, at points {listed(outliers, _MOST_OUTLIERS)}"]
+        lines += [
+            "",
+            f"{counted(number, 'outlier')}, at points {listed(outliers, _MOST_OUTLIERS)}",
+        ]
     if fit.losses is not None and np.isfinite(fit.losses[0]):
         losses = np.asarray(fit.losses)
         same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
@@ -67,9 +65,10 @@ def _how_many(fit: "CurveFit") -> str:
     """Return the number of points, and of their real numbers if these are more."""
     numbers = int(fit._end.num_points)
     if fit._data is None:
-        return f"{numbers} {unit_of(fit)}"
+        return counted(numbers, unit_of(fit))
     points = num_points(fit)
-    return f"{points} points" + f" of {numbers} numbers" * (numbers != points)
+    of = " of " + counted(numbers, "number")
+    return counted(points, "point") + of * (numbers != points)
 
 
 def _rounding(fit: "CurveFit") -> float:
@@ -81,7 +80,8 @@ def _rounding(fit: "CurveFit") -> float:
 
 
 def _how_well(fit: "CurveFit") -> list[str]:
-    dof = f"({float(fit.degrees_of_freedom):.0f} degrees of freedom)"
+    number = round(float(fit.degrees_of_freedom))
+    dof = f"({number} {'degree' if number == 1 else 'degrees'} of freedom)"
     criteria = f", AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}"
     criteria = "" if np.isnan(fit.aic) else criteria
     chi_squared = float(fit.chi_squared)
@@ -130,14 +130,8 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         else:
             part = f"{100 * error / abs(value):.2g} %" if value != 0 else ""
             known, note = f"± {error:.3g}", f"({part})" if part else ""
-        rows.append((name, f"{value:.8g}", known, note))
+        rows.append((name, rounded(value, error if known else np.nan), known, note))
     return rows
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([x.ljust(w) for x, w in zip(row, widths, strict=True)] for row in rows)
-    return ["  ".join(row).rstrip() for row in padded]
 
 
 def _correlations(fit: "CurveFit") -> list[tuple[float, str, str]]:

@@ -31,10 +31,10 @@ def num_points(fit: "CurveFit") -> int:
 
 
 def unit_of(fit: "CurveFit") -> str:
-    """Return what a fit of data in parts has counted: points, or their numbers."""
+    """Return what a fit of data in parts has counted: a point, or a number."""
     f = fit._setting.curve.f
     points, numbers = num_of(f.outputs) if isinstance(f, Program) else (0, 0)
-    return "points" if points == numbers else "numbers"
+    return "point" if points == numbers else "number"
 
 
 def outliers(fit: "CurveFit") -> PyTree[np.ndarray]:

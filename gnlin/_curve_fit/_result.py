@@ -1,7 +1,7 @@
 """`CurveFit`, the result of a fit: parameters, their errors, and a report."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,15 +13,17 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import check_callable, check_fraction, is_traced
+from .._common._words import by_name, counted, names_of, rounded
 from .._training._solution import History
 from ..spectra import Estimate
 from ._arrays import as_x
 from ._curve import Curve, Data
 from ._ending import are_determined, complaint, reason
+from ._parameters import among
 from ._problem import FitSettings
 from ._profiles import profiles
 from ._propagation import Band, band, derived
-from ._report import names_of, report
+from ._report import report
 from ._residuals import outliers, runs_test, signs_along_x
 from ._statistics import Fitted
 from ._undetermined import described
@@ -32,6 +34,16 @@ class Interval(NamedTuple):
 
     low: PyTree
     high: PyTree
+
+    def __str__(self) -> str:
+        """The known ends by their names, with all the digits that their distance
+        leaves."""
+
+        def both(low: Any, high: Any) -> str:
+            ends = f"{rounded(low, high - low)} to {rounded(high, high - low)}"
+            return "" if np.isnan(low) and np.isnan(high) else ends
+
+        return by_name(both, *self)
 
 
 class CurveFit(eqx.Module):
@@ -116,7 +128,8 @@ class CurveFit(eqx.Module):
             well = int(np.sum(np.asarray(self.result == optx.RESULTS.successful)))
             poorly = int(np.sum(~are_determined(self)))
             others = f", {poorly} do not determine all parameters" if poorly else ""
-            return f"CurveFit({number} data sets, {well} of them converged{others})"
+            sets = counted(number, "data set")
+            return f"CurveFit({sets}, {well} of them converged{others})"
         return report(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,7 +228,9 @@ class CurveFit(eqx.Module):
         self._check_is_one("derived")
         return derived(self, fn)
 
-    def confidence_intervals(self, confidence: float = 0.95) -> Interval:
+    def confidence_intervals(
+        self, confidence: float = 0.95, *, names: str | Iterable[str] | None = None
+    ) -> Interval:
         r"""Return the confidence intervals of the profile likelihood. The refits run the
         program of the fit.
 
@@ -230,6 +245,30 @@ class CurveFit(eqx.Module):
         warning, if the search for it fails or ends where `f` is not finite. If the
         variance is estimated and the fit is exact to rounding, the intervals come
         from the standard errors, and there are no limits.
+
+        An end may lie where another parameter has come to a bound of its own, beyond
+        which the interval might go on. A warning then names the end and the bound.
+
+        **Arguments:**
+
+        - `confidence`: the probability, between 0 and 1, of each interval.
+        - `names`: the parameters of interest, as one name or several: entries, such as
+            `"heights[2]"` in `fit.names`, arrays, such as `"heights"`, or dictionaries
+            that hold them, such as `"peak"`. By default all parameters. An interval
+            takes some ten refits.
+
+        **Returns:** `(low, high)`, in the structure of the parameters, with NaN for those
+        that are not in `names`. It prints as a table.
+
+        !!! example
+
+            ```python
+            decay = lambda p, x: p["a"] * jnp.exp(-p["rate"] * x)
+            measured = 2 * jnp.exp(-x) + 0.01 * jnp.cos(100 * x)
+            fit = gnlin.curve_fit(decay, x, measured, {"a": 1.0, "rate": 0.5})
+            interval = fit.confidence_intervals(names="rate")
+            interval.low["rate"], interval.high["rate"]
+            ```
 
         ??? cite "Reference"
 
@@ -246,7 +285,8 @@ class CurveFit(eqx.Module):
                 "`retraction` would move: take `standard_errors`, `derived` or `band`."
             )
         data = self._at_hand("confidence_intervals")
-        return Interval(*profiles(self, data, self._quantile(confidence)))
+        asked = among(names, self.names)
+        return Interval(*profiles(self, data, self._quantile(confidence), asked))
 
     def _check_is_one(self, method: str) -> None:
         if self._setting.many:

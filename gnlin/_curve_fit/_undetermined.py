@@ -1,7 +1,7 @@
 """Parameters that the data do not determine."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
 from .._common._tree import ravel_pytree
+from .._common._words import counted, name_of
 from ._problem import FitSettings, flat_box
 
 
@@ -18,8 +19,12 @@ from ._problem import FitSettings, flat_box
 UNMOVED = 1e-6
 # Only parameters whose standard error exceeds this part of their value are tested.
 _ASKED = 0.1
-# The most parameters that the description of a direction names.
+# The most parts of a direction that its description names, if there are few arrays.
 _MOST = 4
+# Moves below this part of the largest one are rounding.
+_UNMOVING = 1e-6
+# So many entries of an array are described together if they move alike.
+_FEWEST_ALIKE = 3
 
 
 class Doubts(NamedTuple):
@@ -122,23 +127,95 @@ def seen(
 def described(
     directions: np.ndarray, names: tuple[str, ...], start: PyTree, end: PyTree
 ) -> list[str]:
-    """Describe directions of the parameters, as in "a by 1 and b by -2". The parameter
-    that moves most moves by 1, or by the size of its start."""
+    """Describe directions of the parameters, as in "a by 1 and b by -2", or "c by -1 and
+    all 200 of fe by 1". The parameter that moves most moves by 1, or by the size of its
+    start."""
     starts, ends = (np.abs(ravel_pytree(p)[0]) for p in (start, end))
     steps, units = _sizes(starts), _sizes(np.maximum(starts, ends))
+    arrays = _arrays(start)
     found = []
     for direction in directions:
         sizes = np.abs(direction / units)
-        most = np.argmax(sizes)
-        if not sizes[most] > 0:
+        if not np.max(sizes) > 0:
             continue
-        moves = direction / direction[most] * steps[most]
-        moving = np.flatnonzero(sizes > 1e-6 * sizes[most])
-        shown = np.sort(moving[np.argsort(-sizes[moving], kind="stable")[:_MOST]])
-        parts = [f"{names[k]} by {moves[k]:.3g}" for k in shown]
-        parts += ["others by less"] * (len(moving) > len(shown))
-        found.append(" and ".join(parts))
+        # Of those that move most, up to rounding, more move up than down.
+        rounding = np.finfo(sizes.dtype).eps ** 0.5
+        most = np.flatnonzero(sizes >= (1 - rounding) * np.max(sizes))
+        is_up = direction[most] > 0
+        first = most[np.argmax(is_up == (2 * np.sum(is_up) >= most.size))]
+        moves = direction / direction[first] * steps[first]
+        sizes = np.where(sizes > _UNMOVING * np.max(sizes), sizes, 0)
+        parts = []
+        for array, has_axes, places in arrays:
+            of_array = _parts(places, array, names, moves, sizes)
+            if has_axes and of_array:
+                largest = max(of_array, key=lambda part: part.number * part.size)
+                which = of_array.index(largest)
+                of_array[which] = largest._replace(is_forced=True)
+            parts += of_array
+        found.append(_joined(parts))
     return found
+
+
+class _Part(NamedTuple):
+    """Entries of one array that move alike, or one of them.
+
+    - `place`: the first of them, in the order of all parameters.
+    - `is_forced`: whether it is the part of an array that moves most, and is named.
+    """
+
+    words: str
+    number: int
+    place: int
+    size: float
+    is_forced: bool = False
+
+
+def _arrays(tree: PyTree) -> list[tuple[str, bool, np.ndarray]]:
+    """Return the name of each array, whether it is not one number, and the places of its
+    entries."""
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    ends = np.cumsum([np.size(leaf) for _, leaf in named])
+    return [
+        (name_of(path) or "p", np.ndim(leaf) > 0, np.arange(end - np.size(leaf), end))
+        for (path, leaf), end in zip(named, ends, strict=True)
+    ]
+
+
+def _parts(
+    places: np.ndarray, array: str, names: tuple[str, ...], moves: np.ndarray, sizes: Any
+) -> list[_Part]:
+    """Return the entries of an array that move, together where they move alike.
+
+    - `moves`, `sizes`: of all parameters; the sizes are 0 for those that do not move.
+    """
+    moving = places[sizes[places] > 0]
+    moving = moving[np.argsort(moves[moving], kind="stable")]
+    values, alike = moves[moving], np.finfo(moves.dtype).eps ** 0.5
+    is_other = np.diff(values) > alike * np.abs(values[1:])
+    parts = []
+    for group in np.split(moving, np.flatnonzero(is_other) + 1):
+        if 0 < len(group) < _FEWEST_ALIKE:
+            parts += [
+                _Part(f"{names[k]} by {moves[k]:.3g}", 1, k, sizes[k]) for k in group
+            ]
+        elif group.size:
+            of = f"{len(group)} of {len(places)}"
+            of = f"all {len(group)}" if len(group) == len(places) else of
+            words = f"{of} of {array} by {moves[group[0]]:.3g}"
+            parts.append(_Part(words, len(group), min(group), max(sizes[group])))
+    return parts
+
+
+def _joined(parts: list[_Part]) -> str:
+    """Describe the parts that move most, and count the others."""
+    number = max(_MOST, sum(part.is_forced for part in parts) + 2)
+    order = lambda part: (not part.is_forced, -part.number * part.size, part.place)
+    parts = sorted(parts, key=order)
+    words = [part.words for part in sorted(parts[:number], key=lambda part: part.place)]
+    if others := sum(part.number for part in parts[number:]):
+        words.append(counted(others, "other"))
+    return " and ".join(words)
 
 
 def _sizes(values: np.ndarray) -> np.ndarray:
