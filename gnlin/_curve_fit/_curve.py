@@ -28,6 +28,8 @@ class Data(NamedTuple):
     - `sigma_x`: the standard deviations of x, if x has errors too.
     - `spread`: the estimated scale of the residuals, in units of sigma, by which a robust
         loss divides them if the user gave no `sigma`.
+    - `steps`: the steps that were made in fits before this one, if `spread` comes from
+        them.
     - `held`: which free parameters are held, as booleans, and their values. A single fit
         holds none, so that its profiles, which hold one, run the same program.
     """
@@ -38,6 +40,7 @@ class Data(NamedTuple):
     counted: Float[Array, " m"]
     sigma_x: PyTree[Array] | None = None
     spread: Scalar | None = None
+    steps: Scalar | None = None
     held: tuple[PyTree[Array], PyTree[Array]] | None = None
 
     def with_held(self, free: PyTree[Array]) -> PyTree[Array]:

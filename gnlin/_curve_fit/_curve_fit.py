@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, PyTree
+from jaxtyping import ArrayLike, PyTree
 
 from .._common import _tree
 from .._common._checks import as_scalar, check_callable, check_count, check_flag
@@ -18,7 +18,7 @@ from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
 from ._arrays import as_x, warn_of_rounding
-from ._curve import Curve, Data
+from ._curve import Curve
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
 from ._inputs import check_alone, data_of, errors_of_x, surely, with_x
 from ._likelihood import (
@@ -33,15 +33,8 @@ from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, flat_box
 from ._program import fitted
 from ._result import as_curve_fit, CurveFit
-from ._statistics import spread
+from ._rounds import in_rounds
 from ._values import as_y
-
-
-# Number of robust fits after a first fit by squared error. Each takes its scale from the
-# residuals of the fit before it. The first begins at the user's start, and the others
-# where the one before ended: a loss that ignores points far off may ignore all of them at
-# the start, and then two scales would alternate.
-_ROUNDS = 5
 
 
 def curve_fit(
@@ -129,7 +122,9 @@ def curve_fit(
         bounds, which must be finite. The best fit is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
         `"omit"` the points and their rows and columns of a covariance.
-    - `max_steps`: the maximum number of outer steps.
+    - `max_steps`: the maximum number of outer steps. If the scale of a robust loss is
+        estimated, this limits their sum over the rounds, of which the first, by squared
+        error, takes at most half.
     - `in_parts`: whether to read x and y in parts, for data that do not fit in memory.
         They may then be `numpy.memmap`s, and `f` must compute each point from its own x,
         since it is called for some of the points at a time. See
@@ -223,12 +218,7 @@ def curve_fit(
     run = functools.partial(fitted, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
         return as_curve_fit(setting, curve, first, data, *run(setting, data, free))
-    end, found = run(setting._replace(loss=SquaredError()), data, free)
-    for _ in range(_ROUNDS):
-        data = data._replace(spread=_spread(data, found["residuals"]))
-        end, found = run(setting, data, free)
-        if starts is None:
-            free = end.parameters
+    data, end, found = in_rounds(run, setting, data, free, starts is not None)
     # The scale differs between models, so their losses cannot be compared.
     found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
     return as_curve_fit(setting, curve, first, data, end, found)
@@ -284,11 +274,3 @@ def _sobol(number: int, first: PyTree, starts: PyTree, bounds: Any, many: bool) 
         return jax.tree.map(both, start, points)
 
     return jax.vmap(of_one)(starts) if many else of_one(starts)
-
-
-def _spread(data: Data, residuals: Array) -> Array:
-    """Estimate the standard deviation of each data set's residuals, in units of sigma."""
-    # The estimate is zero if the curve meets most points exactly.
-    least = jnp.finfo(data.y.dtype).eps * jnp.max(jnp.abs(data.y), axis=-1)
-    least = jnp.where(least > 0, least, 1)
-    return jnp.maximum(spread(residuals, data.counted), least)

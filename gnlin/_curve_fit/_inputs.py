@@ -141,7 +141,7 @@ def data_of(
     if not surely(~missing.any()):
         y = jnp.where(missing, 0, y)
     data, of_sigma = Data(x, y, errors, counted, sigma_x), 0 if are_own else None
-    axes: Any = Data(None, 0, of_sigma, 0, spread=0)  # type: ignore
+    axes: Any = Data(None, 0, of_sigma, 0, spread=0, steps=0)  # type: ignore
     return data, axes if values.many else None
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, PyTree
 
 from .._common import _tree
 from .._common._checks import as_scalar
-from .._common._words import rounded
+from .._common._words import by_name, rounded
 from ._curve import Data, rounding
 from ._problem import flat_box
 from ._program import fitted
@@ -41,6 +41,23 @@ _ASTRAY = 1e3
 _MOST_ENDS = 4
 
 
+class Interval(NamedTuple):
+    """The ends of confidence intervals, in the structure of the parameters."""
+
+    low: PyTree
+    high: PyTree
+
+    def __str__(self) -> str:
+        """The known ends by their names, with all the digits that their distance
+        leaves."""
+
+        def both(low: Any, high: Any) -> str:
+            ends = f"{rounded(low, high - low)} to {rounded(high, high - low)}"
+            return "" if np.isnan(low) and np.isnan(high) else ends
+
+        return by_name(both, *self)
+
+
 class _Refit(NamedTuple):
     """A fit with one parameter held.
 
@@ -59,9 +76,8 @@ class _Refit(NamedTuple):
 
 def profiles(
     fit: "CurveFit", data: Data, quantile: float, asked: Bool[np.ndarray, " k"]
-) -> tuple[PyTree, PyTree]:
-    """Return the lower and upper ends of the intervals of the parameters that are asked
-    for, and NaN for the others.
+) -> Interval:
+    """Return the intervals of the parameters that are asked for, and NaN for the others.
 
     Each end is found by the secant method on the square root of the loss's rise, which is
     nearly linear in a parameter that is not at a bound."""
@@ -76,7 +92,7 @@ def profiles(
     is_exact = jnp.max(jnp.abs(fit.residuals)) <= rounding(data)
     if is_exact and setting.is_estimated:  # The loss rises in units of rounding.
         width = np.where(is_inner & asked, quantile * errors, np.nan)
-        return of_all(best - width), of_all(best + width)
+        return Interval(of_all(best - width), of_all(best + width))
     box = flat_box(setting.solver.bounds, end.parameters)
     unit_of_loss = float(end.bend * end.variance)
     # At a bound the loss has a slope. If the loss were linear, the end would be at this
@@ -192,4 +208,4 @@ def profiles(
     if lost:
         # The callers are the method, Equinox's wrapper and the user's line.
         warnings.warn(" ".join(lost), stacklevel=4)
-    return of_all(low), of_all(high)
+    return Interval(of_all(low), of_all(high))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import check_callable, check_fraction, is_traced
-from .._common._words import by_name, counted, names_of, rounded
+from .._common._words import counted, names_of
 from .._training._solution import History
 from ..spectra import Estimate
 from ._arrays import as_x
@@ -21,29 +21,12 @@ from ._curve import Curve, Data
 from ._ending import are_determined, complaint, reason
 from ._parameters import among
 from ._problem import FitSettings
-from ._profiles import profiles
+from ._profiles import Interval, profiles
 from ._propagation import Band, band, derived
 from ._report import report
 from ._residuals import outliers, runs_test, signs_along_x
 from ._statistics import Fitted
 from ._undetermined import described
-
-
-class Interval(NamedTuple):
-    """The ends of confidence intervals, in the structure of the parameters."""
-
-    low: PyTree
-    high: PyTree
-
-    def __str__(self) -> str:
-        """The known ends by their names, with all the digits that their distance
-        leaves."""
-
-        def both(low: Any, high: Any) -> str:
-            ends = f"{rounded(low, high - low)} to {rounded(high, high - low)}"
-            return "" if np.isnan(low) and np.isnan(high) else ends
-
-        return by_name(both, *self)
 
 
 class CurveFit(eqx.Module):
@@ -91,7 +74,9 @@ class CurveFit(eqx.Module):
     - `losses`: the losses of all `starts`, in ascending order.
     - `result`, `reason`, `history`, `num_steps`: as in [`gnlin.Solution`][]. With several
         data sets or starts there is no history, because recording it would take longer
-        than the steps. With several data sets there is no reason.
+        than the steps. With several data sets there is no reason. If the scale of a
+        robust loss is estimated, these count the steps of all rounds, and each loss in
+        the history is in units of the scale of its round.
     """
 
     parameters: PyTree
@@ -286,7 +271,7 @@ class CurveFit(eqx.Module):
             )
         data = self._at_hand("confidence_intervals")
         asked = among(names, self.names)
-        return Interval(*profiles(self, data, self._quantile(confidence), asked))
+        return profiles(self, data, self._quantile(confidence), asked)
 
     def _check_is_one(self, method: str) -> None:
         if self._setting.many:

@@ -49,7 +49,8 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, num_rows: int
 
 def _minimum(inputs: Any) -> tuple[PyTree[Array], tuple]:
     setting, data, start, num_rows, *_ = inputs
-    most: Any = Most(setting.max_steps, num_rows)
+    left = setting.max_steps if data.steps is None else setting.max_steps - data.steps
+    most: Any = Most(left, num_rows)
     posed = Posed.of(setting, data)
     # For `solve` the data set is one example without inputs, whose outputs are the curve.
     solution = solve(

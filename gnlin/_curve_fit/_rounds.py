@@ -1,0 +1,95 @@
+"""Robust fits whose scale is estimated, by rounds of fits."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
+
+from .._common._checks import is_traced
+from .._training._solution import COUNTS
+from ..losses import SquaredError
+from ._curve import Data
+from ._inputs import surely
+from ._problem import FitSettings
+from ._statistics import Fitted, spread
+
+
+# Number of robust fits after a first fit by squared error. Each takes its scale from the
+# residuals of the fit before it. The first begins at the user's start, and the others
+# where the one before ended: a loss that ignores points far off may ignore all of them at
+# the start, and then two scales would alternate.
+_ROUNDS = 5
+
+
+def in_rounds(
+    run: Callable[[FitSettings, Data, PyTree], tuple[Fitted, dict[str, Any]]],
+    setting: FitSettings,
+    data: Data,
+    start: PyTree[Array],
+    has_starts: bool,
+) -> tuple[Data, Fitted, dict[str, Any]]:
+    """Return the data with the scale, the end of the last round, and the fields of
+    `CurveFit`, with the steps of all rounds.
+
+    - `run`: makes one fit.
+    - `has_starts`: whether each round begins at all of several starts.
+    """
+    # The first fit leaves steps for the loss, because outliers may keep it from ending.
+    half = np.asarray(setting.max_steps // 2)
+    squared = setting._replace(loss=SquaredError(), max_steps=half)
+    end, found = run(squared, data, start)
+    for number in range(_ROUNDS):
+        made = jnp.asarray(found["num_steps"], setting.max_steps.dtype)
+        scale, is_over = _scale(data, found["residuals"]), made >= setting.max_steps
+        if has_starts and number > 0 and not surely(~jnp.any(is_over)):
+            scale = _unless(is_over, scale, data.spread)
+        data = data._replace(spread=scale, steps=made)
+        new_end, new = run(setting, data, start)
+        whole = _of_both(found, new)
+        if has_starts and number > 0 and not surely(~jnp.any(is_over)):
+            # Without steps, a round would end at one of the starts.
+            choose = functools.partial(_unless, is_over)
+            new_end, new = jax.tree.map(choose, (new_end, new), (end, found))
+        end, found = new_end, new | whole
+        if not has_starts:
+            start = end.parameters
+    # The profiles run the same program, without a limit on their sum.
+    return data._replace(steps=jnp.zeros_like(made)), end, found
+
+
+def _unless(is_over: Bool[Array, "*sets"], new: Any, old: Any) -> Array:
+    """Return the new values, and the old ones of data sets without steps that are
+    left."""
+    axes = range(is_over.ndim, jnp.ndim(new))
+    return jnp.where(jnp.expand_dims(is_over, axes), old, new)
+
+
+def _of_both(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of steps, and the history, of two runs one after the other."""
+    made, history = before["num_steps"], after["history"]
+    num_steps = made + after["num_steps"]
+    if history is None:
+        return {"num_steps": num_steps}
+    inside = is_traced((made, history))
+    numpy: Any = jnp if inside else np  # NumPy has less overhead per operation
+    made, rows = made if inside else int(made), np.arange(len(history["loss"]))
+    joined = {}
+    for name, new in history.items():
+        old = before["history"][name]
+        old = numpy.pad(old, (0, rows.size - len(old)))
+        if name in COUNTS:
+            new = new + numpy.max(numpy.where(rows < made, old, 0))
+        joined[name] = numpy.where(rows < made, old, numpy.roll(new, made))
+    return {"num_steps": num_steps, "history": joined}
+
+
+def _scale(data: Data, residuals: Array) -> Array:
+    """Estimate the standard deviation of each data set's residuals, in units of sigma."""
+    # The estimate is zero if the curve meets most points exactly.
+    least = jnp.finfo(data.y.dtype).eps * jnp.max(jnp.abs(data.y), axis=-1)
+    least = jnp.where(least > 0, least, 1)
+    return jnp.maximum(spread(residuals, data.counted), least)
