@@ -206,3 +206,92 @@ def test_wrong_orders(name):
     arguments, said = WRONG_ORDERS[name]
     with pytest.raises(ValueError, match=said):
         gnlin.curve_fit(*arguments)
+
+
+ROWS, COLUMNS = np.mgrid[:12, :15].astype(float)
+
+
+def spot(p, x):
+    square = (x["u"] - p["u"]) ** 2 + (x["v"] - 6) ** 2
+    return p["height"] * jnp.exp(-square / 8) + 1
+
+
+def image(x):
+    y = np.array(spot({"height": 50.0, "u": 5.3}, x))
+    y += np.random.default_rng(0).normal(size=y.shape)
+    y[3, 3] += 300
+    y[3, 8] += 40
+    y[10, 0] -= 30
+    return y
+
+
+def test_each_pixel_of_an_image_is_a_point():
+    x, start = {"u": ROWS, "v": COLUMNS}, {"height": 40.0, "u": 5.0}
+    y = image(x)
+    fit = gnlin.curve_fit(spot, x, y, start, sigma=1.0, loss=HUBER)
+    flat = gnlin.curve_fit(
+        spot,
+        {k: v.ravel() for k, v in x.items()},
+        y.ravel(),
+        start,
+        sigma=1.0,
+        loss=HUBER,
+    )
+    expected = np.unravel_index(flat.outliers(), y.shape)
+    np.testing.assert_array_equal(fit.outliers(), expected)
+    marked = np.zeros(y.shape, bool)
+    marked[fit.outliers()] = True
+    assert marked[[3, 3, 10], [3, 8, 0]].all()
+    np.testing.assert_array_equal(y[fit.outliers()], y.ravel()[flat.outliers()])
+    assert "180 points, 2 free parameters" in str(fit)
+    number = len(flat.outliers())
+    assert str(fit).count(f"\n\n{number} outliers, at points (3, 3), (3, 8), ") == 1
+    np.testing.assert_allclose(fit.aic, flat.aic, rtol=1e-12)
+
+
+def test_pixels_of_many_images():
+    x, start = {"u": ROWS, "v": COLUMNS}, {"height": 40.0, "u": 5.0}
+    ys = np.stack([image(x), np.array(spot({"height": 50.0, "u": 5.3}, x))])
+    fits = gnlin.curve_fit(spot, x, ys, start, sigma=1.0, loss=HUBER)
+    one = gnlin.curve_fit(spot, x, ys[0], start, sigma=1.0, loss=HUBER)
+    found = fits.outliers()
+    assert found[:, 0].tolist() == [0] * len(found)
+    np.testing.assert_array_equal(found[:, 1:].T, one.outliers())
+
+
+def test_rows_stay_points():
+    """If x has one value for each row, or a covariance connects the numbers."""
+    shapes = np.zeros((4, 3)), np.zeros(4), np.zeros(3)
+    flags = np.zeros(12, bool)
+    flags[[1, 7]] = True
+    rows, numbers = [True, False, True, False], [(0, 1), (2, 1)]
+    assert by_point(flags, shapes[0]).tolist() == rows
+    for x in (shapes[1], shapes[2], {"u": shapes[0], "v": shapes[1]}, ()):
+        assert by_point(flags, shapes[0], x).tolist() == rows
+    for x in (shapes[0], {"u": shapes[0], "unit": np.zeros(())}):
+        found = by_point(flags, shapes[0], x)
+        assert [tuple(row) for row in np.argwhere(found).tolist()] == numbers
+    u = np.mgrid[:3, :4].astype(float)
+    x, y = {"u": u[0], "v": u[1]}, np.array(u[0] + 2 * u[1])
+    y[1, 2] += 9
+    plane = lambda p, x: p["a"] * x["u"] + p["b"] * x["v"]
+    covariance = 0.01 * (np.eye(12) + 0.1)
+    start = {"a": 1.0, "b": 2.0}
+    fit = gnlin.curve_fit(plane, x, y, start, sigma=covariance, loss=HUBER)
+    assert 1 in fit.outliers()
+    assert "3 points of 12 numbers" in str(fit)
+
+
+def test_one_outlier_is_at_one_point():
+    y = 1 + 2 * X + 0.1 * NOISE[0]
+    y[7] += 4
+    fit = gnlin.curve_fit(line, X, y, {"a": 1.0, "b": 2.0}, sigma=0.1, loss=HUBER)
+    assert str(fit).endswith("1 outlier, at point 7")
+
+
+def test_a_pixel_that_is_not_finite_names_its_own_x():
+    x = {"u": ROWS, "v": COLUMNS}
+    said = r"at point 3, 4 \(x.u = 3.0, x.v = 4.0\): leave out"
+    at = lambda x: jnp.where((x["u"] == 3) & (x["v"] == 4), jnp.inf, 1.0)
+    with pytest.warns(UserWarning, match=said):
+        gnlin.curve_fit(lambda p, x: p * at(x), x, ROWS, 1.0)

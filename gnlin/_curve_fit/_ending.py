@@ -17,9 +17,9 @@ from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
 from ._curve import Data, rounding
 from ._not_finite import what_is_not_finite
-from ._points import by_point, place_of, total
+from ._points import place_of, total
 from ._problem import flat_box, Posed
-from ._residuals import ignored, num_points, outlying
+from ._residuals import ignored, num_points, outlying, points
 
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _part(fit: "CurveFit", of: Callable) -> np.ndarray:
 
 def _some(fit: "CurveFit", of: Callable) -> str:
     """Return in words how many points of one data set have a property."""
-    return f"{total(by_point(of(fit), fit._like_y()))} of {num_points(fit)} points"
+    return f"{total(points(fit, of(fit)))} of {counted(num_points(fit), 'point')}"
 
 
 def _complaint_of_many(fit: "CurveFit") -> str:

@@ -54,7 +54,7 @@ def what_is_not_finite(fit: "CurveFit") -> str:
         )
     place = _place(fit, entry, data.x)
     if number > 1:
-        points, numbers = num_of(fit._like_y())
+        points, numbers = num_of(fit._like_y(), data.x)
         others = f"at {counted(number - 1, 'other')}"
         if points != numbers:
             others = f"in {number - 1} more of the {numbers} numbers of `f`"
@@ -73,11 +73,12 @@ def what_is_not_finite(fit: "CurveFit") -> str:
 
 def _place(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:
     """Describe an entry of the flattened y by its index in y and its x."""
-    place, row, shape = place_of(entry, fit._like_y())
+    place, index, shape = place_of(entry, fit._like_y())
+    own = lambda value: index if jnp.shape(value) == shape else index[:1]
     values = [
-        f"{'.'.join(['x', *filter(None, [name_of(path)])])} = {value[row]}"
+        f"{'.'.join(['x', *filter(None, [name_of(path)])])} = {value[own(value)]}"
         for path, value in jax.tree_util.tree_leaves_with_path(x)
-        if row is not None and jnp.shape(value)[:1] == shape[:1]
+        if index and jnp.shape(value)[:1] == shape[:1]
     ]
     return place + (f" ({', '.join(values)})" if values else "")
 

@@ -10,8 +10,8 @@ from ..losses._base import has_observed_root
 from ._curve import rounding
 from ._ending import some_directions
 from ._likelihood import is_known
-from ._points import listed
-from ._residuals import num_points, unit_of
+from ._points import listed, total
+from ._residuals import num_points, outlying, points, unit_of
 
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def report(fit: "CurveFit") -> str:
         if len(pairs) > len(largest):
             more = counted(len(pairs) - len(largest), "smaller one")
             lines.append(f"  and {more}")
-    outliers = None if fit.residuals is None else fit.outliers()
-    if number := sum(points.size for points in jax.tree.leaves(outliers)):
-        lines += [
-            "",
-            f"{counted(number, 'outlier')}, at points {listed(outliers, _MOST_OUTLIERS)}",
-        ]
+    if fit.residuals is not None and fit._setting.is_robust:
+        outliers = points(fit, outlying(fit))
+        if number := total(outliers):
+            at = f"at {'point' if number == 1 else 'points'}"
+            where = listed(outliers, _MOST_OUTLIERS)
+            lines += ["", f"{counted(number, 'outlier')}, {at} {where}"]
     if fit.losses is not None and np.isfinite(fit.losses[0]):
         losses = np.asarray(fit.losses)
         same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
@@ -66,9 +66,9 @@ def _how_many(fit: "CurveFit") -> str:
     numbers = int(fit._end.num_points)
     if fit._data is None:
         return counted(numbers, unit_of(fit))
-    points = num_points(fit)
+    number = num_points(fit)
     of = " of " + counted(numbers, "number")
-    return counted(points, "point") + of * (numbers != points)
+    return counted(number, "point") + of * (numbers != number)
 
 
 def _rounding(fit: "CurveFit") -> float:

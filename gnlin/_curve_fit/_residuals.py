@@ -24,25 +24,39 @@ if TYPE_CHECKING:
 _OUTLYING = 3
 
 
+def points(fit: "CurveFit", flags: Bool[np.ndarray, "*sets m"]) -> PyTree[np.ndarray]:
+    """Return, in the structure of y, which points have a marked number. The numbers of a
+    row are one point if a covariance connects them."""
+    data, axes = fit._data, fit._setting.axes
+    assert data is not None
+    are_own = axes is not None and axes.sigma == 0
+    is_covariance = data.sigma.ndim - are_own == 2
+    return by_point(flags, fit._like_y(), None if is_covariance else data.x)
+
+
 def num_points(fit: "CurveFit") -> int:
     """Return the number of points of one data set that have a number in the fit."""
     assert fit._data is not None
-    return total(by_point(np.asarray(fit._data.counted) > 0, fit._like_y()))
+    return total(points(fit, np.asarray(fit._data.counted) > 0))
 
 
 def unit_of(fit: "CurveFit") -> str:
     """Return what a fit of data in parts has counted: a point, or a number."""
     f = fit._setting.curve.f
-    points, numbers = num_of(f.outputs) if isinstance(f, Program) else (0, 0)
-    return "point" if points == numbers else "number"
+    number, of_numbers = num_of(f.outputs) if isinstance(f, Program) else (0, 0)
+    return "point" if number == of_numbers else "number"
 
 
-def outliers(fit: "CurveFit") -> PyTree[np.ndarray]:
+def outliers(fit: "CurveFit") -> PyTree:
     """Return the indices of points that are outliers of a robust loss, in the structure
     of y."""
-    found, many = by_point(outlying(fit), fit._like_y()), fit._setting.many
-    indices = lambda flags: np.argwhere(flags) if many else np.flatnonzero(flags)
-    return jax.tree.map(indices, found)
+
+    def indices(flags: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
+        if fit._setting.many:
+            return np.argwhere(flags)
+        return np.flatnonzero(flags) if flags.ndim == 1 else np.nonzero(flags)
+
+    return jax.tree.map(indices, points(fit, outlying(fit)))
 
 
 def outlying(fit: "CurveFit") -> Bool[np.ndarray, "*sets m"]:

@@ -308,14 +308,18 @@ class CurveFit(eqx.Module):
             return float(norm.ppf(both))
         return float(t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
-    def outliers(self) -> PyTree[np.ndarray]:
+    def outliers(self) -> PyTree:
         """Return the indices of outliers; with several data sets, rows `(set, point)`. At
         an outlier a robust loss pulls less than a third as much as squared error, and the
         residual exceeds three standard deviations of the noise.
 
-        A point is a row of y, so that `y[fit.outliers()]` are the outliers. A point of
-        several numbers, such as a complex number, is one if any of its numbers is. If y
-        is a pytree of several arrays, so is the result, with the indices in each."""
+        A point is a row of y; or each number of an image, a y of several axes where all
+        arrays of x have its shape, unless `sigma` is a covariance. In both cases
+        `y[fit.outliers()]` are the outliers: indices of rows, or a tuple of indices along
+        each axis, as from `numpy.nonzero`. For outliers among the numbers of any other y,
+        flatten it. A point of several numbers, such as a complex number, is an outlier if
+        any of its numbers is. If y is a pytree of several arrays, so is the result, with
+        the indices in each."""
         if not self._setting.is_robust:
             return np.zeros(0, int)
         self._at_hand("outliers")
