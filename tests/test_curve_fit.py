@@ -621,6 +621,16 @@ def test_inside_jit():
     assert [x.shape for x in jax.tree.leaves(shapes)] == [(2,), (2,), (2,)]
 
 
+def test_a_fit_under_jit_in_a_loop_is_compiled_once():
+    """The parameters have the type of a start that is not weak."""
+    fit = jax.jit(
+        lambda y, start: gnlin.curve_fit(decay, X, y, start, **QUICK).parameters
+    )
+    start = {name: jnp.asarray(value, float) for name, value in START.items()}
+    start = fit(jnp.asarray(Y), start)
+    assert num_compiled(lambda: fit(jnp.asarray(Y), start)) == 0
+
+
 def test_what_needs_the_numbers_of_a_fit_inside_jit():
     def run(method, y, *given, **options):
         fit = gnlin.curve_fit(decay, X, y, START, sigma=0.05, **options)
@@ -1816,6 +1826,11 @@ def test_a_number_in_a_model_is_not_trained():
         (np.where(X > 3, np.inf, Y), "`y` must be finite"),
         (np.full(50, np.nan), "`y` has a missing value"),
         ((Y, Y[:7]), "`y` must hold numbers or arrays"),
+        (
+            Y.astype(object),
+            r"`y` is an array of Python objects: .*`np.asarray\(y, float\)`",
+        ),
+        (pd.Series(Y, dtype=object), "`y` is an array of Python objects: .*to_numeric"),
     ],
 )
 def test_errors_of_data(y, message):

@@ -78,6 +78,11 @@ def as_array(value: Any, name: str) -> Array:
                 "and categories to indices by "
                 f"`np.unique({name}, return_inverse=True)[1]`."
             ) from error
+        if known.dtype == object and hasattr(value, "dtype"):
+            raise ValueError(
+                f"`{name}` is an array of Python objects: convert them to numbers by "
+                f"`np.asarray({name}, float)`, or `pandas.to_numeric`."
+            ) from error
         of_model = " (for a model, those from `eqx.partition`)" * callable(value)
         given = f"an array of {known.dtype}" if hasattr(value, "dtype") else repr(value)
         raise ValueError(

@@ -266,6 +266,8 @@ def _is_array(value: Any) -> bool:
     if isinstance(value, Tracer):
         return True
     try:
-        return np.asarray(value).dtype.kind in "biufc"
+        kind = np.asarray(value).dtype.kind
     except ValueError:  # a list of arrays of different shapes
         return False
+    # An array of Python objects is refused later.
+    return kind in "biufc" or (kind == "O" and hasattr(value, "dtype"))
