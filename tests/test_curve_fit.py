@@ -1652,7 +1652,7 @@ class Solved(eqx.Module):
             "is complex, and `y` is real",
         ),
         ({"y": 1j * Y}, "is real, and `y` is complex"),
-        ({"y": np.array([object()] * 50)}, "`y` must hold numbers or arrays"),
+        ({"y": np.array([object()] * 50)}, "`y` is an array of Python objects"),
         ({"x": {"name": np.array(["a"] * 50)}}, r"`x\['name'\]` holds text"),
         ({"y": np.ma.masked_less(Y, 0.5)}, "`y` is a masked array, .*y.filled.np.nan"),
         ({"x": np.ma.masked_less(X, 0.5)}, "`x` is a masked array, whose mask would be"),

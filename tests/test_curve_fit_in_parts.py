@@ -284,7 +284,7 @@ def test_missing_counts():
 def test_a_fault_in_a_later_part_is_named():
     y, sigma = Y.copy(), SIGMA.copy()
     y[812] = np.inf
-    with pytest.raises(ValueError, match=r"infinite values, first at point 812"):
+    with pytest.raises(ValueError, match=r"1 infinite value, first at point 812"):
         gnlin.curve_fit(decay, X, y, START, in_parts=True)
     sigma[[431, 950]] = 0
     with pytest.raises(ValueError, match="not at 2 points, first at point 431"):

@@ -121,3 +121,11 @@ def test_inside_jit():
     np.testing.assert_allclose(loss[:20], outside.history["loss"][:20], rtol=1e-6)
     np.testing.assert_allclose(history["step"][: int(steps)], np.arange(1, steps + 1))
     np.testing.assert_allclose(parameters["k"], outside.parameters["k"], rtol=1e-8)
+
+
+def test_in_single_precision():
+    with jax.enable_x64(False):
+        fit = gnlin.curve_fit(decay, X, data(), START, loss=HUBER)
+    double = gnlin.curve_fit(decay, X, data(), START, loss=HUBER)
+    assert fit.num_steps == len(fit.history["loss"]) > 10
+    np.testing.assert_allclose(fit.parameters["k"], double.parameters["k"], rtol=1e-4)

@@ -148,6 +148,8 @@ REACHED = {
         and "6 of 64 starts reached the best loss, 0.18116" in str(n["best"])
         and abs(n["shared"].parameters["rate"] - 1.25) < 0.01
         and n["robust"].outliers().tolist() == [8, 30]
+        and np.isnan(n["cleaned"][3, 4])
+        and str(n["effect"].confidence_intervals(names="slope")).startswith("slope  ")
         and abs(n["poisson"].parameters["rate"] - 1.3)
         < 3 * n["poisson"].standard_errors["rate"]
         and abs(n["dispersion"].value - 0.5) < 2 * n["dispersion"].standard_error

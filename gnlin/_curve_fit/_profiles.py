@@ -199,7 +199,7 @@ def profiles(
     bounded: list[str] = []
     low, high = np.full((2, best.size), np.nan)
     for ends, sign in ((low, -1), (high, 1)):
-        for k in np.flatnonzero(asked):
+        for k in np.flatnonzero(asked).tolist():
             ends[k] = end_of(k, sign)
     if len(bounded) > _MOST_ENDS:
         bounded[_MOST_ENDS:] = [f"so do {len(bounded) - _MOST_ENDS} others"]

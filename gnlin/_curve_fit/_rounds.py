@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from .._common._checks import is_traced
 from .._training._solution import COUNTS
@@ -42,23 +42,30 @@ def in_rounds(
     half = np.asarray(setting.max_steps // 2)
     squared = setting._replace(loss=SquaredError(), max_steps=half)
     end, found = run(squared, data, start)
+    none = jnp.zeros_like(_as_steps(found))
     for number in range(_ROUNDS):
-        made = jnp.asarray(found["num_steps"], setting.max_steps.dtype)
-        scale, is_over = _scale(data, found["residuals"]), made >= setting.max_steps
-        if has_starts and number > 0 and not surely(~jnp.any(is_over)):
+        made, scale = _as_steps(found), _scale(data, found["residuals"])
+        is_over = made >= int(setting.max_steps)
+        # Without steps, a round would end at one of the starts.
+        may_not_move = has_starts and number > 0 and not surely(~jnp.any(is_over))
+        if may_not_move:
             scale = _unless(is_over, scale, data.spread)
         data = data._replace(spread=scale, steps=made)
         new_end, new = run(setting, data, start)
-        whole = _of_both(found, new)
-        if has_starts and number > 0 and not surely(~jnp.any(is_over)):
-            # Without steps, a round would end at one of the starts.
+        of_both = _of_both(found, new)
+        if may_not_move:
             choose = functools.partial(_unless, is_over)
             new_end, new = jax.tree.map(choose, (new_end, new), (end, found))
-        end, found = new_end, new | whole
+        end, found = new_end, new | of_both
         if not has_starts:
             start = end.parameters
     # The profiles run the same program, without a limit on their sum.
-    return data._replace(steps=jnp.zeros_like(made)), end, found
+    return data._replace(steps=none), end, found
+
+
+def _as_steps(found: dict[str, Any]) -> Int[Array, "*sets"]:
+    # An explicit dtype avoids a weak type, which would trigger a second compilation.
+    return jnp.asarray(found["num_steps"], int)
 
 
 def _unless(is_over: Bool[Array, "*sets"], new: Any, old: Any) -> Array:
