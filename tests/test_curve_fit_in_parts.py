@@ -298,7 +298,7 @@ def test_a_fault_in_a_later_part_is_named():
     x = X.copy()
     x[640] = -1.0
     root = lambda p, x: p["a"] * jnp.sqrt(x) + p["c"] + p["rate"] * x
-    with pytest.warns(UserWarning, match=r"`f` is not finite at 1 points.*point 640"):
+    with pytest.warns(UserWarning, match=r"`f` is not finite at 1 point, .*point 640"):
         fit = gnlin.curve_fit(root, x, Y, START, in_parts=True)
     assert "nan" in repr(fit)
 

@@ -1,6 +1,7 @@
 """Fits of counts, successes and censored values, compared with iteratively reweighted
 least squares and SciPy's distributions."""
 
+import contextlib
 import functools
 
 import jax
@@ -859,7 +860,10 @@ def test_the_upper_limit_of_a_rate_at_or_near_its_bound(seed, is_at_bound):
         bounds={"area": (0, None), "back": (0, None)},
         loss=gnlin.losses.PoissonNLL(log_input=False),
     )
-    low, high = fit.confidence_intervals()
+    said = "The upper end of back lies where area is at its lower bound"
+    ends_there = pytest.warns(UserWarning, match=said)
+    with ends_there if seed == 15 else contextlib.nullcontext():
+        low, high = fit.confidence_intervals()
 
     def profile(area):
         def nll(back):

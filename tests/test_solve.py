@@ -119,7 +119,7 @@ def test_the_ntk_regime():
     model = network()
     solver = gnlin.IterativeLinearisation(math.inf, 1e-3)
     # The linearised model has converged, but the network differs from it.
-    with pytest.warns(UserWarning, match="made 1 steps, and the loss has risen from"):
+    with pytest.warns(UserWarning, match="made 1 step, and the loss has risen from"):
         solution = gnlin.solve(model, (X, T), solver)
     assert solution.result == optx.RESULTS.successful
     assert int(solution.stats["num_feature_updates"]) == 1
