@@ -76,6 +76,7 @@ def test_complex_groups_minimise_the_loss_of_both_parts(name):
     np.testing.assert_allclose(in_a_row(found.value), exact.x, rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_complex_groups_have_the_errors_of_a_curve_fit():
     group = gnlin.Residuals(residual, {"w": W, "z": Z}, weight=4.0)
     other = gnlin.Residuals(lambda p, _: (p["R"] - 1.9) * (1 + 0j), weight=1e-12)
@@ -94,6 +95,7 @@ def test_complex_groups_have_the_errors_of_a_curve_fit():
     np.testing.assert_allclose(lin.matrix(), exact, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_network_with_complex_residuals():
     net = eqx.nn.MLP(1, 2, 8, 1, jnp.tanh, key=jax.random.key(0))
 

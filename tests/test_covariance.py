@@ -248,6 +248,7 @@ def smoothed(seen):
     return means, covariances, groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_budget", [2**31, 2**22])
 def test_all_errors_of_many_states_are_those_of_a_smoother(memory_budget):
     """A matrix of the 3,000 parameters would take 72 MB."""
@@ -414,6 +415,7 @@ def test_the_curvature_of_a_robust_loss_is_its_second_derivative(part):
     np.testing.assert_allclose(variance, 1 / (curved + prior**-2), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_solution_with_batch_statistics():
     """They are fixed, as in the prediction."""
     x = np.random.default_rng(1).normal(size=(20, 3))

@@ -215,6 +215,7 @@ def test_all_eigenpairs_of_a_regression_are_the_full_curvature():
 
 
 # By the kernel, by singular values, by some eigenpairs, and by factors
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "curvature", "budget"),
     [
@@ -270,6 +271,7 @@ def test_draws_have_the_posterior_covariance(n, curvature, budget):
     )
 
 
+@pytest.mark.slow
 def test_draws_of_a_regression_are_about_its_mean():
     model, inputs, _, test = case("dense")
     targets = jnp.asarray(np.random.default_rng(2).normal(size=(7, 2)))

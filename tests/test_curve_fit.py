@@ -221,6 +221,7 @@ def test_a_determined_quantity_beside_undetermined_parameters(dtype):
         np.testing.assert_allclose((high - low) / 2, width, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_band_is_finite_at_the_data_of_a_curve_of_low_rank():
     with jax.enable_x64(False):
         x = np.linspace(0, 5, 30, dtype=np.float32)
@@ -336,6 +337,7 @@ def test_an_interval_without_an_end():
     assert high == np.inf
 
 
+@pytest.mark.slow
 def test_outliers_have_no_influence():
     y = Y.copy()
     y[[3, 20, 40]] += [3.0, -4.0, 5.0]
@@ -1150,6 +1152,7 @@ def test_derivatives_of_the_deviance():
     np.testing.assert_allclose(of_bound, 2 * multiplier, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_second_derivatives_with_several_parameters_at_bounds():
     """Each parameter is the root of its point, or its bound."""
 
@@ -1191,6 +1194,7 @@ def _by_two_angles(p):
     return jnp.stack([first, second, jnp.cos(p["polar"])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", [gnlin.SquaredError(), gnlin.losses.PoissonNLL()], ids=["squared", "counts"]
 )
@@ -2202,6 +2206,7 @@ def test_intervals_of_many_points_in_single_precision():
             np.testing.assert_allclose(in_errors, sign * 1.96, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_a_report_has_the_ten_largest_correlations():
     quintic = lambda p, x: jnp.polyval(p["c"], x)
     x = np.linspace(0, 1, 30)

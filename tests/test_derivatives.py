@@ -234,6 +234,7 @@ def test_derivatives_through_the_trials_of_levenberg_marquardt():
     check_by_differences(by_solve(gnlin.LevenbergMarquardt()))
 
 
+@pytest.mark.slow
 def test_derivatives_through_steps_that_a_retraction_does_not_use():
     """A column is zero, and scales are roots, which have no derivative at zero."""
 

@@ -174,6 +174,7 @@ class Noisy(eqx.Module):
         return self.wave(x) + 1e-14 * jax.random.normal(key, (1,))
 
 
+@pytest.mark.slow
 def test_a_loss_of_other_outputs_is_no_measure_of_a_detour():
     x = jnp.linspace(-1, 1, 40)[:, None]
     data, wave = (x, jnp.sin(4 * x) + x**2), Wave(jax.random.key(1))

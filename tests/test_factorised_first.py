@@ -79,6 +79,7 @@ def test_directions_that_are_nearly_flat_are_solved_densely():
     compare(lin, lin.outputs, is_resolved=False, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_zeros_and_numbers_that_are_not_finite():
     start, _ = chain(6)
     nothing = gnlin.Residuals(
@@ -103,6 +104,7 @@ def test_one_undamped_step_is_the_smoother():
     np.testing.assert_allclose(solution.model, means, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_chosen():
     """A sparse factorisation where it is cheap; a dense way for small problems, for a
     threshold of singular values, and in single precision."""

@@ -1349,6 +1349,7 @@ REGRESSIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "damping"),
     [

@@ -503,6 +503,7 @@ def test_the_report_and_the_picture():
     matplotlib.pyplot.close("all")
 
 
+@pytest.mark.slow
 def test_data_sets_with_trials_and_censored_values_of_their_own():
     def of_successes(y, trials):
         loss = gnlin.losses.BinomialNLL(trials)
@@ -988,6 +989,7 @@ def test_a_dispersion_of_double_precision_keeps_the_outputs_precision():
         assert of(output, output).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_criteria_in_single_precision_at_any_dispersion_by_one_program():
     """Logarithms of factorials are large, and cancel."""
     fits = []
@@ -1062,6 +1064,7 @@ def test_what_the_loss_leaves_out_takes_integers():
     np.testing.assert_allclose(found, best, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_points_without_trials_are_missing():
     rng = np.random.default_rng(0)
     x = np.stack([np.ones(50), rng.normal(size=50)], axis=1)

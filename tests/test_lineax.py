@@ -197,6 +197,7 @@ def test_no_damping_and_a_rest_of_zero():
     np.testing.assert_allclose(step(jnp.zeros(3)), expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_parameters_of_two_precisions_by_a_direct_solver():
     a = np.random.default_rng(0).normal(size=(7, 5))
     y = {"a": jnp.zeros(3, jnp.float32), "b": jnp.zeros(2)}

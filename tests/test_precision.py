@@ -68,6 +68,7 @@ def test_products_of_a_run_have_full_precision():
     np.testing.assert_array_less(run(start), 0.1)
 
 
+@pytest.mark.slow
 def test_many_rows_in_single_precision():
     # max(m, p) eps would exceed the quotient of the singular values.
     m = 400_000

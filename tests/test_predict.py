@@ -396,6 +396,7 @@ def test_a_classifier_that_is_trained_with_its_prior():
         small(inputs)
 
 
+@pytest.mark.slow
 def test_a_solution_with_state_as_it_is_in_inference():
     """The state stays fixed, and the prior is that of the training."""
     model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0), 0.5)
@@ -813,6 +814,7 @@ def redundant(p, x):
     return jnp.tanh((p[0] + p[1]) * x[0] + p[2] * x[1]) * p[2] + p[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [[0, 1, 0], [0, 1, 2, 3, 4, 5]])
 def test_derivatives_where_eigenvalues_are_zero(order):
     """Eigenvectors have no derivatives for equal examples, or for parameters of which

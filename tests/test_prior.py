@@ -45,6 +45,7 @@ def trained():
     return gnlin.solve(network(), data, loss=LOSS, prior=PRIOR, max_steps=100)
 
 
+@pytest.mark.slow
 def test_training_finds_the_minimum_of_loss_plus_prior():
     start, unravel = flat(network())
     static = eqx.filter(network(), eqx.is_inexact_array, inverse=True)

@@ -556,6 +556,7 @@ def test_drawn_points_have_at_least_the_precision_of_the_parameters(kind):
     np.testing.assert_array_equal(loss(points), loss(points.astype(float)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [jnp.float32, jnp.float64])
 def test_parameters_in_single_precision_at_points_in_double(rate):
     decay = lambda m, x: jax.grad(m["u"])(x) + m["rate"] * m["u"](x)

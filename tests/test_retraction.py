@@ -315,6 +315,7 @@ def test_a_retraction_that_only_adds():
         optx.least_squares(lambda y, _: y - 1, solver, jnp.zeros(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [gnlin.GaussNewton, gnlin.LevenbergMarquardt])
 def test_a_rotation_of_points_on_its_axis(solver):
     """The column of the undetermined angle is a sum of terms that cancel to rounding. If
