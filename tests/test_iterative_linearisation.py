@@ -332,3 +332,86 @@ def test_a_huge_period_is_an_infinite_one(method, period):
         return gnlin.solve(line, (x, 2 * x), solver, max_steps=2).model[1]
 
     np.testing.assert_allclose(run(period), run(math.inf), atol=1e-8)
+
+
+#
+# Schedules
+#
+
+
+def growing(k):
+    return 10 * (k + 1)
+
+
+def falling(k):
+    return 0.1 * 0.5**k
+
+
+@pytest.mark.parametrize("method", ["svd", "matrix-free"])
+def test_schedules_are_literal_steps(method):
+    y, args = sines_data(TALL)
+    solver = gnlin.IterativeLinearisation(growing, falling, 0.5, method=method)
+    solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=4)
+    expected = literal_loop(
+        lambda r, jacobian, k: descent_step(r, jacobian, growing(k), falling(k), 0.5),
+        *(y, args, 4),
+    )
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
+    assert float(solution.stats["num_inner_steps"]) == 10 + 20 + 30 + 40
+
+
+def test_schedules_of_optax_in_single_precision():
+    y, args = jax.tree.map(jnp.float32, as_jax(sines_data(TALL)))
+    eta = optax.exponential_decay(0.1, 1, 0.5)
+    scheduled = gnlin.IterativeLinearisation(growing, eta)
+    solution = least_squares(sines, scheduled, y, args, max_steps=3)
+    for k in range(3):
+        constant = gnlin.IterativeLinearisation(growing(k), falling(k))
+        y = least_squares(sines, constant, y, args, max_steps=1).value
+    np.testing.assert_allclose(solution.value, y, rtol=1e-5)
+
+
+def test_a_schedule_across_batches():
+    """One linearisation has one inner step, the next one three, and the last one six."""
+    period = lambda k: jnp.array([1, 3, 6])[k]
+    eta = lambda k: jnp.array([0.02, 0.01, 0.005])[k]
+    model = (lambda p, x: jnp.sin(p @ x)), jnp.array([0.3, -0.2])
+    random = np.random.default_rng(0)
+    x, targets = random.normal(size=(40, 2)), random.normal(size=40)
+    solver = gnlin.IterativeLinearisation(period, eta)
+    batches = [(x[4 * i : 4 * i + 4], targets[4 * i : 4 * i + 4]) for i in range(10)]
+    loss = gnlin.SquaredError("sum")
+    result = gnlin.fit(model, batches, solver, loss=loss, epochs=1)
+    p, at = np.array([0.3, -0.2]), 0
+    for k, number in enumerate([1, 3, 6]):
+        start = p
+        for x_now, y_now in batches[at : at + number]:
+            slope = np.cos(x_now @ start)[:, None] * x_now
+            outputs = np.sin(x_now @ start) + slope @ (p - start)
+            p = p - [0.02, 0.01, 0.005][k] * slope.T @ (outputs - y_now)
+        at += number
+    np.testing.assert_allclose(result.model[1], p, rtol=1e-10)
+    assert int(result.stats["num_feature_updates"]) == 3
+
+
+def test_bad_schedules():
+    y, args = as_jax(sines_data(TALL))
+    for period, eta in ((lambda k: 2 - k, 0.1), (2.5, lambda k: 0.1), (3, lambda k: -k)):
+        if not callable(period):
+            period = lambda k, period=period: period
+        solver = gnlin.IterativeLinearisation(period, eta)
+        solution = least_squares(sines, solver, y, args, max_steps=5)
+        assert solution.result == optx.RESULTS.nonfinite
+    solver = gnlin.IterativeLinearisation(lambda k: [k], 0.1)
+    with pytest.raises(ValueError, match="A schedule must return one number"):
+        least_squares(sines, solver, y, args, max_steps=2)
+    with pytest.raises(ValueError, match=r"solver\.at\(number\)\.filter\(\)"):
+        solver.filter()
+
+
+def test_the_filter_of_a_schedule():
+    solver = gnlin.IterativeLinearisation(growing, falling)
+    w = jnp.array([0.0, 1.0, 5.0])
+    np.testing.assert_allclose(solver.at(2).filter()(w), GradientDescent(30, 0.025)(w))
+    constant = gnlin.IterativeLinearisation(10, 0.1)
+    assert constant.at(2) is constant

@@ -81,7 +81,8 @@ def _check(name: str, value: Any, holds: Callable[[np.ndarray], Any], what: str)
     if number.dtype.kind not in "iuf" or isinstance(value, list | tuple):
         hint = (
             ": a schedule may be the damping of `DampedGaussNewton` or of "
-            "`TruncatedGaussNewton`, or be inside an `optimiser`, `optax.sgd(schedule)`"
+            "`TruncatedGaussNewton`, the period or learning rate of "
+            "`IterativeLinearisation`, or be inside an `optimiser`, `optax.sgd(schedule)`"
         ) * inspect.isroutine(value)
         if inspect.isclass(value):
             hint = f": call it, `{value.__name__}(...)`"

@@ -50,6 +50,8 @@ def inner_step(
 ) -> tuple[PyTree[Array], State, PyTree[Array], Any]:
     """Take one inner step on one batch, as `advance_stream` does."""
     stream: Stream = state.memory
+    in_period = jnp.where(stream.num_steps > 0, 1, 0)
+    solver = solver.at(state.counts.num_feature_updates - in_period)
     # One forward, one tangent and one transposed pass; no tangent pass if K = 1.
     lin, aux = linearised(fn, stream.point, args, has_aux, solver.memory_budget)
     if isinstance(solver.period, int | float) and solver.period == 1:

@@ -41,6 +41,7 @@ from .._subproblem import (
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import AbstractGaussNewton
 from ._inner_step import inner_step, optimiser_of, Stream
+from ._schedules import value_at
 from ._state import Evaluate, State, Update
 from ._stepping import take_step
 from ._termination import STANDS_STILL
@@ -63,6 +64,11 @@ def _whole(period: ScalarLike) -> ScalarLike:
     if isinstance(period, float) and period % 1 == 0 and period < _INEXACT:
         return int(period)
     return period
+
+
+def _is_period(period: ScalarLike) -> Bool[Array, ""]:
+    period = jnp.asarray(as_float(period))
+    return (period >= 1) & ((period == jnp.floor(period)) | jnp.isinf(period))
 
 
 def _unless_zero(damping: ScalarLike) -> ScalarLike:
@@ -107,8 +113,10 @@ class IterativeLinearisation(AbstractGaussNewton):
         Python number is static: another one triggers a new compilation.) With an
         `optimiser` it may be infinite on mini-batches only. With a traced K, `"auto"`
         does not know that small singular values matter: pass `method="svd"` above
-        $0.1/\varepsilon$ steps, which are $10^6$ in single precision.
-    - `learning_rate`: $\eta > 0$, a number or a traced scalar. Pass either this or an
+        $0.1/\varepsilon$ steps, which are $10^6$ in single precision. A function of the
+        number of linearisations so far gives each its own K, which is traced.
+    - `learning_rate`: $\eta > 0$, a number or a traced scalar, or a function of the
+        number of linearisations so far, such as an optax schedule. Pass either this or an
         `optimiser`.
     - `momentum`: $\mu$ of heavy-ball momentum, at least 0 and less than 1. The velocity
         is zero after each linearisation.
@@ -135,6 +143,9 @@ class IterativeLinearisation(AbstractGaussNewton):
         solver = gnlin.IterativeLinearisation(period=10**5, learning_rate=1e-5)
         solution = gnlin.solve(model, (x, y), solver, max_steps=40)
         gnlin.IterativeLinearisation(period=100, optimiser=optax.adam(1e-3))
+        # Features first: K = 1 for a hundred linearisations, then K = 10,000
+        features_first = lambda k: jnp.where(k < 100, 1, 10**4)
+        gnlin.IterativeLinearisation(features_first, learning_rate=1e-3)
         ```
 
     ??? cite "Reference"
@@ -145,8 +156,8 @@ class IterativeLinearisation(AbstractGaussNewton):
 
     _keeps_bounds: ClassVar[bool] = True
 
-    period: ScalarLike = eqx.field(converter=_whole)
-    learning_rate: ScalarLike | None = eqx.field(default=None, converter=as_scalar)
+    period: Any = eqx.field(converter=_whole)  # ScalarLike | Schedule
+    learning_rate: Any = eqx.field(default=None, converter=as_scalar)  # or None
     momentum: ScalarLike = 0.0
     nesterov: bool = eqx.field(default=False, kw_only=True)
     damping: ScalarLike = eqx.field(default=0.0, converter=_unless_zero, kw_only=True)
@@ -156,13 +167,14 @@ class IterativeLinearisation(AbstractGaussNewton):
     method: DescentMethod = eqx.field(default="auto", kw_only=True)
 
     def __check_init__(self):
-        check_period("period", self.period)
+        if not callable(self.period):
+            check_period("period", self.period)
         if (self.learning_rate is None) == (self.optimiser is None):
             raise ValueError(
                 "`IterativeLinearisation` needs either a `learning_rate` or an "
                 "`optimiser`: pass exactly one of them."
             )
-        if self.learning_rate is not None:
+        if self.learning_rate is not None and not callable(self.learning_rate):
             check_finite_positive("learning_rate", self.learning_rate)
         if self.optimiser is not None:
             _check_optimiser(self.optimiser, self.momentum, self.nesterov, self.method)
@@ -183,8 +195,20 @@ class IterativeLinearisation(AbstractGaussNewton):
             )
         check_form(self.form, "auto")
 
+    def at(self, num_linearisations: ScalarLike) -> "IterativeLinearisation":
+        """Return the solver with the values of its schedules after some linearisations,
+        or itself if it has no schedule."""
+        number = jnp.asarray(num_linearisations)
+        values = {
+            name: value_at(getattr(self, name), number, within)
+            for name, within in (("period", _is_period), ("learning_rate", positive))
+            if callable(getattr(self, name))
+        }
+        return dataclasses.replace(self, **values) if values else self
+
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
-        """Return the spectral filter of `num_inner_steps`, by default `period`.
+        """Return the spectral filter of `num_inner_steps`, by default `period`. A solver
+        with schedules has one at each linearisation, `solver.at(number).filter()`.
 
         !!! example
 
@@ -200,6 +224,11 @@ class IterativeLinearisation(AbstractGaussNewton):
                 "An `optimiser` has no spectral filter: pass a `learning_rate` instead."
             )
         period = self.period if num_inner_steps is None else num_inner_steps
+        if callable(period) or callable(eta):
+            raise ValueError(
+                "A solver with schedules has a filter at each linearisation: use "
+                "`solver.at(number).filter()`."
+            )
         if self.method == "flow" and not _is_endless(period):
             filter = GradientFlow(eta * period / (1 - self.momentum))
         elif is_zero(self.momentum):
@@ -212,9 +241,8 @@ class IterativeLinearisation(AbstractGaussNewton):
     def damping_now(self) -> Scalar:
         """Return the damping; NaN if any hyperparameter is out of its range."""
         eta = 1.0 if self.learning_rate is None else self.learning_rate
-        period, momentum = jnp.asarray(as_float(self.period)), jnp.asarray(self.momentum)
-        sound = (period >= 1) & ((period == jnp.floor(period)) | jnp.isinf(period))
-        sound &= positive(eta) & (momentum >= 0) & (momentum < 1)
+        momentum = jnp.asarray(self.momentum)
+        sound = _is_period(self.period) & positive(eta) & (momentum >= 0) & (momentum < 1)
         return nan_unless(sound & nonnegative(self.damping), self.damping)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
@@ -223,6 +251,9 @@ class IterativeLinearisation(AbstractGaussNewton):
         return self.optimiser.init(y)
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
+        return self.at(num_steps)._update(objective, lin, evaluate, memory)
+
+    def _update(self, objective, lin, evaluate, memory) -> Update:
         if self.optimiser is not None:
             return self._optimised(objective, lin, evaluate, memory)
         subproblem = self.subproblem(objective, lin)
