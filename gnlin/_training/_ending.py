@@ -150,7 +150,7 @@ def after_full_batch(
     risen = ""
     if num_steps > 0 and _is_worse(float(losses[0]), last, least):
         risen = f"the loss has risen from {losses[0]:.4g} to {last:.4g}"
-    elif judged and _bounces(losses) and not _is_random(setting, carry, data):
+    elif not converged and _bounces(losses) and not _is_random(setting, carry, data):
         risen = (
             f"the loss rose in {np.sum(np.diff(losses) > 0)} of them, to {last:.4g} in "
             f"the end: it was {losses[0]:.4g} at first, and {losses.min():.4g} at best"
@@ -303,6 +303,8 @@ def _is_worse(first: float, last: float, multiple: float = _WORSE) -> bool:
 def _bounces(losses: np.ndarray) -> bool:
     """Whether the losses of a full batch rise in many of the later steps, and by more
     than they fall."""
+    if len(losses) < _LOOKED_BACK:
+        return False
     later = losses[len(losses) // 2 :]
     changes = np.diff(later)
     rises = changes[changes > 0]
