@@ -35,7 +35,7 @@ from .._jacobian import (
     WithPrior,
 )
 from ._bounds import Box
-from ._decompositions import spectrum_of, svd_is_cheap
+from ._decompositions import default_method, spectrum_of
 from ._retraction import Retraction
 from ._spectrum import Spectrum
 
@@ -127,7 +127,7 @@ class Linearisation(eqx.Module):
         return self.jacobian.curvature()
 
     def spectrum(self, method: Literal["svd", "eigh"] | None = None) -> Spectrum:
-        """Return the kernel's spectrum, from which any filter's step is cheap.
+        r"""Return the kernel's spectrum, from which any filter's step is cheap.
 
         The outputs are taken as the residual of a least-squares problem.
 
@@ -135,13 +135,16 @@ class Linearisation(eqx.Module):
 
         - `method`: `"svd"` factorises the m x p Jacobian, and resolves singular values
             down to rounding. `"eigh"` factorises the kernel or the curvature, whichever
-            is smaller: it is many times faster, but resolves singular values only down
-            to the square root of rounding. By default, `"svd"` for small problems.
+            is smaller. It is up to ten times faster, but resolves eigenvalues $w$ only
+            down to $k\varepsilon$ times the largest of k, so that in single precision
+            condition numbers above about 1e5 are wrong. The default is `"svd"` if
+            m p min(m, p) is at most 50,000, and in single precision up to 1e9, such as
+            700 x 2,000 (0.3 s on one core), if the Jacobian fits in the memory budget.
 
         **Raises:** `ValueError` for another method.
         """
         if method is None:
-            method = "svd" if svd_is_cheap(*self.shape) else "eigh"
+            method = default_method(self.jacobian)
         check_one_of("method", method, ("svd", "eigh"))
         return spectrum_of(self.jacobian, self.outputs, method)
 

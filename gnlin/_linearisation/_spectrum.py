@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import warnings
 from collections.abc import Callable
 
 import equinox as eqx
@@ -11,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import first_line, is_own, is_zero
+from .._common._checks import first_line, is_own, is_traced, is_zero
 from .._common._complex import check_real
 from .._common._sharding import is_here
 from .._common._tree import matmul, ravel_pytree
@@ -25,6 +26,8 @@ from ..filters import GradientDescent, Tikhonov
 _NUM_PROBES = 8
 # Products of the Jacobian with vectors count as zero below this multiple of rounding.
 _ZERO = 3.0
+# A result is doubtful if eigenvalues that wrongly count as zero change it by this part.
+_DOUBTFUL = 0.01
 
 Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
 
@@ -210,16 +213,48 @@ class Spectrum(eqx.Module):
             return self, jnp.array(True)
         eps, largest = jnp.finfo(w.dtype).eps, jnp.max(w)
         small = w <= eps ** (1 / 2) * largest
-
-        def are_zero():
-            probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
-            pushed = jax.vmap(push)(jnp.where(small[None], probes, 0))
-            size = jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * largest))
-            return size <= _ZERO * w.size**0.5 * eps ** (3 / 4)
-
+        are_zero = lambda: self._size_of(small, push) <= _least_size(w)
         zero = jax.lax.cond(jnp.any(small), are_zero, lambda: jnp.array(True))
         kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
         return kept, zero | ~self.finite()
+
+    def _size_of(self, chosen: Bool[Array, " k"], push: Callable) -> Scalar:
+        """Estimate the root of the sum of the true eigenvalues of the `chosen`
+        eigenvectors, relative to the largest one."""
+        w = self.eigenvalues
+        probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
+        pushed = jax.vmap(push)(jnp.where(chosen[None], probes, 0))
+        return jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * jnp.max(w)))
+
+    def _lost(self, damping: ScalarLike = 0.0) -> tuple[int, float]:
+        """Return how many eigenvalues of a Gram matrix count as zero, and an estimate of
+        the sum of their true values. It is zero if they are truly zero or far below the
+        damping, after an SVD, and while the program is traced."""
+        w = self.eigenvalues
+        several = w.ndim != 1 or jnp.ndim(damping) != 0
+        unknown = is_traced((self, damping)) or several or not is_here(w)
+        if self._pushed is None or unknown or not bool(self.finite()):
+            return 0, 0.0
+        number = int(jnp.sum(w == 0))
+        if number * self._unresolved() <= _DOUBTFUL * float(damping):
+            return number, 0.0
+        size = self._size_of(w == 0, self._pushed)
+        total = jnp.where(size <= _least_size(w), 0, size**2 * jnp.max(w))
+        return number, float(total)
+
+    def _unresolved(self) -> float:
+        """Return the size below which eigenvalues of a Gram matrix count as zero."""
+        w = self.eigenvalues
+        return w.size * float(jnp.finfo(w.dtype).eps) * float(jnp.max(w))
+
+    def _warn_of_lost(self, result: str, number: int) -> None:
+        verb = "eigenvalue counts" if number == 1 else "eigenvalues count"
+        warnings.warn(
+            f"{number} {verb} as zero without being zero, and {result}: eigenvalues "
+            f"below {self._unresolved():.2g} are unresolved here, so use "
+            '`spectrum("svd")`, double precision, or a damping above them.',
+            stacklevel=5,  # Equinox wraps both methods
+        )
 
     def project(self, residual: PyTree[Array]) -> Float[Array, " k"]:
         r"""Return $U^\top r$ for another residual, flat or of the outputs' structure."""
@@ -245,12 +280,20 @@ class Spectrum(eqx.Module):
 
         - `damping`: $\lambda \ge 0$.
 
+        **Warns:** as [`gnlin.Spectrum.condition_number`][] does.
+
         ??? cite "Reference"
 
             T. Hastie, R. Tibshirani and J. Friedman, *The elements of statistical
             learning* (2009), equation 3.50.
         """
-        return jnp.sum(self.eigenvalues * Tikhonov(damping)(self.eigenvalues))
+        found = jnp.sum(self.eigenvalues * Tikhonov(damping)(self.eigenvalues))
+        number, total = self._lost(damping)
+        if total > 0:
+            more = total / max(float(damping), total / number)
+            if more > _DOUBTFUL * float(found):
+                self._warn_of_lost(f"would add up to {more:.3g} to the result", number)
+        return found
 
     def condition_number(self, damping: ScalarLike = 0.0) -> Scalar:
         r"""Return $(w_1 + \lambda)/(w_k + \lambda)$, where $w_1$ is the largest
@@ -260,10 +303,20 @@ class Spectrum(eqx.Module):
         **Arguments:**
 
         - `damping`: $\lambda \ge 0$.
+
+        **Warns:** if eigenvalues that `"eigh"` does not resolve decide the result, unless
+        the spectrum or the damping is traced. `"eigh"` leaves out the eigenvalues below
+        $k\varepsilon w_1$ of k; in single precision and with $k = 1000$ these are below
+        1e-4 of the largest. Results are reliable for a $\lambda$ well above that.
         """
         inverse = Tikhonov(damping)(self.eigenvalues)
         damped = self.eigenvalues + jnp.asarray(damping, self.eigenvalues.dtype)
-        return jnp.max(damped) * jnp.max(inverse)
+        found = jnp.max(damped) * jnp.max(inverse)
+        number, total = self._lost(damping)
+        # The smallest is at most their mean.
+        if total > 0 and total / number > _DOUBTFUL * float(damping):
+            self._warn_of_lost("would change the condition number", number)
+        return found
 
     def steps_to_half(self, learning_rate: ScalarLike) -> Float[Array, " k"]:
         r"""Return, for each eigenvector, the number of gradient descent steps (a real
@@ -274,7 +327,14 @@ class Spectrum(eqx.Module):
         **Arguments:**
 
         - `learning_rate`: $\eta > 0$.
+
+        **Warns:** if it is infinite for eigenvalues that are not zero but that `"eigh"`
+        does not resolve, unless the spectrum is traced; see
+        [`gnlin.Spectrum.condition_number`][].
         """
+        number, total = self._lost()
+        if total > 0:
+            self._warn_of_lost("make the number of steps infinite", number)
         growth = GradientDescent(1, learning_rate).log_growth(self.eigenvalues)
         falls = ~(growth >= 0)
         half = jnp.log(jnp.asarray(0.5, growth.dtype))
@@ -308,3 +368,9 @@ class Spectrum(eqx.Module):
     def finite(self) -> Array:
         """Whether the Jacobian and the residual were finite."""
         return _tree.all_finite((self.eigenvalues, self.coefficients))
+
+
+def _least_size(w: Float[Array, " k"]) -> float:
+    """Return the size of products with eigenvectors, relative to the largest singular
+    value, up to which they may be rounding."""
+    return _ZERO * w.size**0.5 * float(jnp.finfo(w.dtype).eps) ** (3 / 4)
