@@ -101,9 +101,15 @@ def verdict(
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
     if objective.is_quadratic:  # If squares of the residuals underflow, all losses are 0.
         arrived &= (first_loss != 0) | ~_tree.any_nonzero(then)
-    else:  # Squares of tiny probabilities of all wrong classes underflow.
+    else:
+        # A loss such as 1 - p has the rounding of what it subtracts. A run that fell
+        # below it and stands still has nothing left to gain. From a bad start the first
+        # loss exceeds what is subtracted; the loss of outputs that are zero does not.
+        least = _tree.eps(loss) * jnp.fmin(jnp.abs(first_loss), zero_loss)
+        lost = (jnp.abs(loss) <= least) & (loss < first_loss)
+        # Squares of tiny probabilities of all wrong classes underflow.
         perfect = (loss <= _tree.eps(loss) ** 2 * first_loss) & (gradient_norm**2 == 0)
-        arrived |= asks & perfect
+        arrived |= asks & (perfect | stands & lost)
     gained = objective.decrease(here, update.outputs).astype(loss.dtype)
     point = _as_in(update.problem, lin.point)
     rounding = rounding_of_loss(loss, update.problem, point)
