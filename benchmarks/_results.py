@@ -132,6 +132,12 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
     write_table(path, [dataclasses.asdict(row) for row in rows])
 
 
+def write_verdicts(path: Path, verdicts: Sequence[Any], scale: str) -> None:
+    """Write one line for each verdict, with the scale of its runs: a quick run decides
+    nothing."""
+    write_table(path, [dataclasses.asdict(v) | {"scale": scale} for v in verdicts])
+
+
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write one line for each row. Columns that a row lacks are empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -522,9 +522,10 @@ def write_results(
     verdicts = experiment.judge(settings, all_runs)
     stem = name.replace("-", "_")
     _results.write_table(out / f"{stem}.csv", rows_of(settings, all_runs))
-    _results.write_csv(out / "verdicts.csv", verdicts)
+    scale = folder.described["scale"]
+    _results.write_verdicts(out / "verdicts.csv", verdicts, scale)
     print_verdicts(console, verdicts)
-    if folder.described["scale"] == "quick":
+    if scale == "quick":
         console.print("This was a quick test run, whose verdicts are meaningless.")
     captions = experiment.draw(settings, all_runs, out)
     num_runs = sum(runs.num_seeds for runs in all_runs)

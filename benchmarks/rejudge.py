@@ -18,7 +18,7 @@ from typing import Any, Literal
 from . import report
 from ._modules import EXPERIMENTS
 from ._options import Refusal
-from ._results import read_settings, write_csv, write_json, write_table
+from ._results import read_settings, write_json, write_table, write_verdicts
 from .experiment import (
     axes_of,
     DAMAGED,
@@ -91,7 +91,7 @@ def _again(name: str, root: Path) -> Counter[Found]:
             copy_figures(Path(drawn), name, more["figures"], root)
         except Refusal as refusal:
             print(f"  Its figures and captions stay as they are, because {refusal}.")
-    write_csv(folder / "verdicts.csv", verdicts)
+    write_verdicts(folder / "verdicts.csv", verdicts, content["scale"])
     write_json(folder / "settings.json", content | more)
     return counts
 

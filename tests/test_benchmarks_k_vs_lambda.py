@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ from benchmarks.experiments.k_vs_lambda._curves import (
 from benchmarks.experiments.k_vs_lambda._figures import (
     _draw_difference,
     _draw_differences,
+    _mark_divergence,
+    LOOKS,
 )
 from benchmarks.experiments.k_vs_lambda._tasks import (
     DRAWN,
@@ -462,3 +465,47 @@ def test_diverged_runs_are_reported_and_drawn(tmp_path):
     assert "20 of 80 runs diverged" in captions["k_vs_lambda"]
 
     assert (tmp_path / "k_vs_lambda.png").stat().st_size > 0
+
+
+def test_a_verdict_says_at_how_many_strengths_it_was_tested():
+    all_runs = of_tasks(8, lambda name, generator: {})
+    for runs in all_runs:
+        if runs.point == {"task": "digits", "solver": DESCENT}:
+            runs.columns["train_loss"] = np.tile([1.0, 1.0, 1e-3, 1.0], (8, 1))
+    quantities = {
+        verdict.claim: verdict.quantity
+        for verdict in k_vs_lambda.judge_all(QUICK, all_runs)
+    }
+    on_digits = [v for k, v in quantities.items() if k.startswith("Digits, squared err")]
+    only = [each for each in on_digits if "(1 of 4)" in each]
+    assert len(only) == 5, "as good, better, by filters twice, and bounded"
+    counted = [
+        re.search(r"\(\d of 4( and \d of 4)?\)", each) for each in quantities.values()
+    ]
+    assert all(counted)
+    with_tanh = next(v for k, v in quantities.items() if k.startswith("With tanh"))
+    assert "(4 of 4 and 4 of 4)" in with_tanh
+
+
+@pytest.mark.parametrize(
+    ("error", "stable", "ends"),
+    [
+        ([0.9, 0.2, 0.2, 0.1], [True] * 4, {DESCENT: 0.02}),
+        ([0.1, 0.2, 0.2, 0.9], [True] * 4, {DESCENT: 0.98}),
+        ([0.1, 0.2, 0.2, 0.9], [False, True, True, True], {DESCENT: 0.98, DAMPED: 0.02}),
+    ],
+)
+def test_a_label_of_divergence_is_away_from_the_other_markers(error, stable, ends):
+    axes = Figure().add_subplot()
+    first = [[False, True, True, True]] * 2
+    runs = {
+        DESCENT: runs_of(DESCENT, [error] * 2, stable=first),
+        DAMPED: runs_of(DAMPED, [error] * 2, stable=[stable] * 2),
+    }
+    axes.set(xscale="log", yscale="log")
+    axes.plot([0.1, 1, 10, 100], error)
+    _mark_divergence(axes, runs[DESCENT], runs[DAMPED], DESCENT)
+    _mark_divergence(axes, runs[DAMPED], runs[DESCENT], DAMPED)
+    found = {text.get_color(): text.xy[1] for text in axes.texts}
+    assert found == {LOOKS[solver]["color"]: end for solver, end in ends.items()}
+    assert all(text.get_text() == "2 diverged" for text in axes.texts)

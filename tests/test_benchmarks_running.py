@@ -106,7 +106,10 @@ def test_files_of_a_run(calls, tmp_path):
     assert left["num_runs"] == 6
     assert left["paper"] == "Nothing."
     assert not left["borrowed"]
-    assert (tmp_path / "verdicts.csv").read_text().startswith("claim,quantity")
+    with (tmp_path / "verdicts.csv").open() as file:
+        verdicts = list(csv.DictReader(file))
+    assert list(verdicts[0])[:2] == ["claim", "quantity"]
+    assert {row["scale"] for row in verdicts} == {"quick"}
 
 
 @given(st.integers(1, 4), st.integers(1, 5))

@@ -236,7 +236,8 @@ def _draw_sweeps(
             for panel in panels:
                 _shade(panel, *_pair(by_task[name]))
             for solver, runs in by_task[name].items():
-                _mark_divergence(top, runs, LOOKS[solver]["color"])
+                other = by_task[name][DAMPED if solver == DESCENT else DESCENT]
+                _mark_divergence(top, runs, other, solver)
         handles, labels = axes[0, 0].get_legend_handles_labels()
         drawing.legend(
             handles,
@@ -339,16 +340,25 @@ def _where(
     return found
 
 
-def _mark_divergence(axes: Axes, runs: Runs, colour: str) -> None:
-    for damping, number in zip(runs["damping"][0], num_diverged(runs), strict=True):
+def _mark_divergence(axes: Axes, runs: Runs, other: Runs, solver: str) -> None:
+    """Write the number of diverged runs at each strength, at the end of the panel that is
+    away from the other solver's median. If both have diverged, each has an end."""
+    axes.get_ylim()  # which updates the transformation of the data
+    medians = where_stable(other, np.median(other["test_error"], axis=0))
+    points = np.stack([runs["damping"][0], medians], axis=1)
+    heights = (axes.transData + axes.transAxes.inverted()).transform(points)[:, 1]
+    for (damping, _), height, number in zip(
+        points, heights, num_diverged(runs), strict=True
+    ):
+        at_top = height < 0.5 if np.isfinite(height) else solver == DESCENT
         if number:
             axes.annotate(
                 f"{number} diverged",
-                (damping, 0.98),
+                (damping, 0.98 if at_top else 0.02),
                 xycoords=("data", "axes fraction"),
-                color=colour,
+                color=LOOKS[solver]["color"],
                 ha="center",
-                va="top",
+                va="top" if at_top else "bottom",
                 rotation=90,
                 fontsize="small",
             )

@@ -54,12 +54,7 @@ from ._tasks import (
 Both = tuple[Runs, Runs]
 """The runs by K steps and by damping."""
 PerSeed = Float[ndarray, " seeds"]
-CORRELATION = (
-    "Spearman's correlation, over the strengths, of the differences between K steps and "
-    "damping"
-)
-COMPARED = "over the strengths at which both train and the filters differ"
-WHERE = f"mean {COMPARED}"
+BOTH_TRAIN = "both train and the filters differ"
 
 
 def judge_all(settings: AnySettings, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -102,11 +97,24 @@ def judge_all(settings: AnySettings, all_runs: Sequence[Runs]) -> list[Verdict]:
     ]
 
 
+def _over(*values: PerRun, where: str = BOTH_TRAIN) -> str:
+    """Say over which strengths a quantity is taken, and how many have a value."""
+    counts = [f"{np.isfinite(x).any(axis=0).sum()} of {x.shape[1]}" for x in values]
+    return f"over the strengths at which {where} ({' and '.join(counts)})"
+
+
+def _correlation(values: PerRun) -> str:
+    return (
+        f"Spearman's correlation, {_over(values)}, of the differences between K steps "
+        "and damping"
+    )
+
+
 def _alike(task: Task, parts: PerRun) -> Verdict:
     return judge(
         f"{task.title}: K steps and damping of equal strength end with the same test "
         "error",
-        f"{task.difference}, {WHERE}",
+        f"{task.difference}, mean {_over(parts)}",
         mean_of_seed(parts),
         task.margin,
     )
@@ -115,7 +123,7 @@ def _alike(task: Task, parts: PerRun) -> Verdict:
 def _better(task: Task, parts: PerRun) -> Verdict:
     return judge(
         f"{task.title}: damping has a smaller test error than K steps of equal strength",
-        f"{task.difference}, {WHERE}",
+        f"{task.difference}, mean {_over(parts)}",
         mean_of_seed(parts),
         thresholds.RISES,
     )
@@ -123,7 +131,7 @@ def _better(task: Task, parts: PerRun) -> Verdict:
 
 def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
     parts, left = difference(task, *both), difference_at_equal_solution(task, *both)
-    whole = mean_of_seed(np.where(np.isfinite(left), parts, np.nan))
+    found = np.where(np.isfinite(left), parts, np.nan)
     untested = "" if better.outcome == CONFIRMED else "no excess is confirmed"
     error = "log10 test RMSE" if task.in_decades else "test error"
     return [
@@ -132,8 +140,8 @@ def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
             "of the kernel",
             f"{task.difference} of equal strength, less twice the absolute difference "
             "from damping that solves as much of the final kernel; each a mean over the "
-            f"seeds and {COMPARED}",
-            _together(whole, mean_of_seed(left)),
+            f"seeds and {_over(found)}",
+            _together(mean_of_seed(found), mean_of_seed(left)),
             thresholds.MOST_OF_IT,
             statistic=_less_twice,
             untested=untested,
@@ -141,7 +149,7 @@ def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
         judge(
             f"{task.title}: the difference in test error grows with the difference "
             "between the filters",
-            f"{CORRELATION} in {error} and in the solved part of the kernel",
+            f"{_correlation(parts)} in {error} and in the solved part of the kernel",
             _correlations(solves_more(task, both[0]), parts),
             thresholds.GOES_WITH,
             untested=untested,
@@ -163,11 +171,13 @@ def _less_twice(values: Float[ndarray, "seeds 2"]) -> float:
 
 
 def _thrown_off(task: Task, both: Both) -> Verdict:
+    more = more_thrown_off(*both)
+    where = "at least one of the two trains and the filters differ"
     return judge(
         f"{task.title}: K steps leave more runs untrained than damping",
-        "difference in the share of untrained runs, K steps less damping, mean over the "
-        "strengths at which at least one of the two trains and the filters differ",
-        mean_of_seed(more_thrown_off(*both)),
+        "difference in the share of untrained runs, K steps less damping, mean "
+        f"{_over(more, where=where)}",
+        mean_of_seed(more),
         thresholds.RISES,
     )
 
@@ -187,21 +197,22 @@ def _by_units(
         judge(
             "On the quintic K steps leave more hidden units dead than damping",
             "difference in the share of hidden units that are off on all training "
-            f"inputs, K steps less damping, {WHERE}",
+            f"inputs, K steps less damping, mean {_over(dead)}",
             mean_of_seed(dead),
             thresholds.RISES,
         ),
         judge(
             "On the quintic the excess error of K steps is larger where they leave more "
             "hidden units dead",
-            f"{CORRELATION} in log10 test RMSE and in the share of dead hidden units",
+            f"{_correlation(parts[RELU])} in log10 test RMSE and in the share of dead "
+            "hidden units",
             _correlations(dead, parts[RELU]),
             thresholds.GOES_WITH,
         ),
         judge(
             "On the quintic the excess error of K steps is larger where they fit the "
             "training points less well",
-            f"{CORRELATION} in log10 test RMSE and in log10 training loss",
+            f"{_correlation(parts[RELU])} in log10 test RMSE and in log10 training loss",
             _correlations(apart(a, b, "log_loss"), parts[RELU]),
             thresholds.GOES_WITH,
         ),
@@ -210,7 +221,7 @@ def _by_units(
             "the quintic remains",
             "log10 of the ratio of test RMSE, K steps over damping, with ReLU less "
             "twice the absolute value with tanh; each a mean over the seeds and "
-            f"{COMPARED}",
+            f"{_over(parts[RELU], parts[SMOOTH])}",
             _together(relu, smooth),
             thresholds.MOST_OF_IT,
             statistic=_less_twice,
@@ -224,12 +235,13 @@ def _correlations(x: PerRun, y: PerRun) -> list[float]:
 
 
 def _bounded(task: Task, both: Both) -> Verdict:
+    errors = squared_errors(*both)
     return judge(
         f"{task.title}: the risk of K steps relative to damping stays within the bound "
         "for a linear problem",
         "ratio of mean squared test errors, K steps over damping, median over the "
-        "seeds, largest over the strengths at which both train and the filters differ",
-        squared_errors(*both),
+        f"seeds, largest {_over(errors[:, 0] / errors[:, 1])}",
+        errors,
         thresholds.FLOW_AGAINST_RIDGE,
         statistic=largest_ratio,
     )
