@@ -236,7 +236,7 @@ class Spectrum(eqx.Module):
         if self._pushed is None or unknown or not bool(self.finite()):
             return 0, 0.0
         number = int(jnp.sum(w == 0))
-        if number * self._unresolved() <= _DOUBTFUL * float(damping):
+        if number * self._unresolved() <= _DOUBTFUL * float(jnp.asarray(damping)):
             return number, 0.0
         size = self._size_of(w == 0, self._pushed)
         total = jnp.where(size <= _least_size(w), 0, size**2 * jnp.max(w))
@@ -290,7 +290,7 @@ class Spectrum(eqx.Module):
         found = jnp.sum(self.eigenvalues * Tikhonov(damping)(self.eigenvalues))
         number, total = self._lost(damping)
         if total > 0:
-            more = total / max(float(damping), total / number)
+            more = total / float(jnp.maximum(damping, total / number))
             if more > _DOUBTFUL * float(found):
                 self._warn_of_lost(f"would add up to {more:.3g} to the result", number)
         return found
@@ -314,7 +314,7 @@ class Spectrum(eqx.Module):
         found = jnp.max(damped) * jnp.max(inverse)
         number, total = self._lost(damping)
         # The smallest is at most their mean.
-        if total > 0 and total / number > _DOUBTFUL * float(damping):
+        if total > 0 and total / number > _DOUBTFUL * float(jnp.asarray(damping)):
             self._warn_of_lost("would change the condition number", number)
         return found
 
