@@ -66,9 +66,11 @@ def quickly(fn: Callable, *, has_loops: bool = False, is_brief: bool = False) ->
 
 def few_passes() -> dict[str, bool | int]:
     """Return XLA's options for few optimisations by LLVM, if the device is a CPU, on
-    which they were measured, and this version of XLA knows them."""
+    which they were measured, this version of XLA knows them, and JAX is not set to make
+    fewer."""
     on_cpu = jax.default_backend() == "cpu"
-    return dict(_FEW_PASSES) if on_cpu and are_known() else {}
+    fewer = jax.config.read("jax_disable_most_optimizations")
+    return dict(_FEW_PASSES) if on_cpu and not fewer and are_known() else {}
 
 
 @functools.cache
