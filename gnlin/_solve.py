@@ -45,6 +45,7 @@ from ._training._solution import COLUMNS, History, Model, on_host, Solution
 from ._training._step import checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
+from .losses._of_examples import loss_beside
 
 
 def solve(
@@ -158,7 +159,7 @@ def solve(
     losses: AbstractLoss | GroupLosses = loss.as_arguments().reduced("sum")
     of_prior = None
     if groups is None:
-        batch = as_batch(data)
+        losses, batch = loss_beside(losses, as_batch(data))
         if prior is not None:
             if solver.retraction is not None:
                 raise ValueError(

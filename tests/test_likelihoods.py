@@ -552,7 +552,11 @@ def test_missing_successes_may_have_any_number_of_trials():
             {"loss": gnlin.losses.BinomialNLL(3)},
             "no more successes than trials, but",
         ),
-        (SUCCESSES, {"loss": gnlin.losses.BinomialNLL([3, 4])}, "shape of the successes"),
+        (
+            SUCCESSES,
+            {"loss": gnlin.losses.BinomialNLL([3, 4])},
+            "one number, or have the shape of y",
+        ),
         (
             SUCCESSES / 1_000,
             {"loss": gnlin.losses.BinomialNLL(1_000)},

@@ -21,7 +21,7 @@ from ..losses import (
     SquaredError,
     TobitNLL,
 )
-from ..losses._base import Reduction
+from ..losses._base import numbers_of, Reduction
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data
 from ._points import place_of
@@ -74,7 +74,9 @@ class PerPoint(AbstractElementwiseLoss):
         return jax.vmap(self.loss.value)(output, target)
 
     def check(self, outputs: Any, targets: Any) -> None:
-        self.loss.check(outputs, targets)
+        of_points = jax.ShapeDtypeStruct(outputs.shape[1:], outputs.dtype)
+        for points in targets:
+            self.loss.check(of_points, points)
 
 
 def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
@@ -152,7 +154,15 @@ def check_values(loss: AbstractLoss, y: PyTree, rows: Iterable[Any]) -> None:
     if any(np.iscomplexobj(leaf) for leaf in jax.tree.leaves(y)):
         raise ValueError("Complex values need squared error or a robust loss as `loss`.")
     for row in rows:
-        loss.check(jax.ShapeDtypeStruct(row.shape, row.dtype), row)
+        name, shape = loss._of_each, np.shape(numbers_of(loss))
+        if shape not in ((), row.shape):
+            raise ValueError(
+                f"`{name}` must be one number, or have the shape of y (of one data set, "
+                f"if there are several), {row.shape}, but has the shape {shape}: fit "
+                f"data sets with `{name}` of their own by `jax.vmap` over y and `{name}`."
+            )
+        # All points are one example, whose numbers these are.
+        loss.check(jax.ShapeDtypeStruct((1, *row.shape), row.dtype), row[None])
 
 
 def is_of_rates(loss: AbstractLoss | None) -> bool:

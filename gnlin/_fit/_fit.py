@@ -31,6 +31,7 @@ from .._training._step import all_checked, begin, StepSettings
 from ..callbacks import Callback, Progress
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss
+from ..losses._of_examples import loss_beside
 from ._checkpoint import Checkpoint
 from ._run import Run
 from ._step import with_shared_network
@@ -217,6 +218,8 @@ def fit(
                 "`batch_size` by name needs groups of residuals: pass one number."
             )
         stream = make_stream(data, batch_size, data_key)
+        if isinstance(stream, ArrayStream):
+            losses, stream.example = loss_beside(losses, stream.example)
         streaming = batch_size is not None or isinstance(stream, IterableStream)
         _check_curvature_batch(curvature_batch_size, stream, solver)
         if prior is not None:

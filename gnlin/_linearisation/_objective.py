@@ -14,8 +14,7 @@ from .._common import _tree
 from .._common._checks import nan_unless, nonnegative
 from .._common._tree import Structure
 from .._jacobian import multiplied
-from ..losses import AbstractElementwiseLoss, AbstractLoss
-from ..losses._base import as_outputs, has_observed_factor
+from ..losses import AbstractLoss
 from ..losses._factors import AbstractFactor, IdentityFactor, whitened_by
 from ._linearisation import Linearisation
 from ._quadratic import Quadratic
@@ -212,15 +211,7 @@ class BatchLoss(AbstractObjective):
     def left_out(self, outputs: PyTree[Array]) -> Scalar:
         """Return the constant that the value leaves out of a negative log-likelihood: the
         log-likelihood of the saturated model."""
-        loss = self.loss
-        if not isinstance(loss, AbstractElementwiseLoss):
-            return jnp.zeros((), _tree.dtype(outputs))
-
-        def of_one(outputs, target):
-            each = jax.tree.map(loss.saturated, as_outputs(target, outputs))
-            return _tree.total(each, _tree.dtype(outputs))
-
-        return self._reduce(jax.vmap(of_one)(outputs, self.targets))
+        return self._reduce(jax.vmap(self.loss.left_out)(outputs, self.targets))
 
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
         each = jax.vmap(self.loss.decrease)(outputs, new_outputs, self.targets)
@@ -243,7 +234,7 @@ class BatchLoss(AbstractObjective):
         return product
 
     def concave(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree] | None:
-        if not has_observed_factor(self.loss):
+        if not self.loss.has_observed_factor:
             return None
         positive = self.curvature(outputs)
 

@@ -2,6 +2,7 @@
 parameters that an example reads."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TYPE_CHECKING
@@ -20,6 +21,7 @@ from .._common._complex import in_real_parts
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
 from .._linearisation._group_loss import GroupLosses
+from ..losses._of_examples import beside_targets
 from ._model import checked, Frozen, partition
 
 
@@ -236,13 +238,26 @@ def of_groups(
     read = read_by(jax.tree.leaves((frozen, of_network)))
     frozen = dataclasses.replace(frozen, read=read)
     network = GroupNetwork(frozen, of_network, part_size)
+    losses = {}
+    for name, group in groups.items():
+        outputs = functools.partial(_outputs, network, name, parameters, inputs[name])
+        at_hand = None if callable(group.data) else outputs
+        losses[name], targets[name] = beside_targets(
+            group.loss.as_arguments(), targets[name], at_hand
+        )
     losses = GroupLosses(
-        {name: group.loss.as_arguments() for name, group in groups.items()},
+        losses,
         {name: group.weight for name, group in groups.items()},
         # Examples that are chosen from data by a batch size may be noisy.
         is_drawn=network.draws and not any(sizes.values()),
     )
     return parameters, network, (inputs, targets, None), losses
+
+
+def _outputs(network: GroupNetwork, name: str, parameters: PyTree, data: PyTree) -> Any:
+    """Return the shapes of the outputs of a group."""
+    alone = dataclasses.replace(network, groups={name: network.groups[name]})
+    return eqx.filter_eval_shape(alone.function(), parameters, {name: data})[name]
 
 
 def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:

@@ -60,6 +60,8 @@ class AbstractLoss(eqx.Module):
     is_quadratic: ClassVar[bool] = False
     # Names of numbers that a compiled program takes as arguments
     _numbers: ClassVar[tuple[str, ...]] = ()
+    # The name of a field that may have a number for each target
+    _of_each: ClassVar[str | None] = None
 
     def __check_init__(self):
         if self.reduction is not None:
@@ -125,10 +127,22 @@ class AbstractLoss(eqx.Module):
         example is one target of weight 1."""
         return jnp.ones(())
 
+    def left_out(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
+        """Return the constant that the value of one example leaves out of a negative
+        log-likelihood."""
+        return jnp.zeros((), _tree.dtype(outputs))
+
+    @property
+    def has_observed_factor(self) -> bool:
+        """Whether `factor` is that of the Hessian without its negative part, and not of
+        an expected Hessian, which a loss may define."""
+        return type(self).factor is AbstractLoss.factor
+
     def check(
         self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]
     ) -> None:
-        """Raise `ValueError` if the targets do not suit outputs of these shapes."""
+        """Raise `ValueError` if the targets do not suit outputs of these shapes, both of
+        several examples."""
 
 
 class AbstractElementwiseLoss(AbstractLoss):
@@ -211,8 +225,18 @@ class AbstractElementwiseLoss(AbstractLoss):
         root = jax.tree.map(self.root, outputs, as_outputs(target, outputs))
         return DiagonalFactor(root, jnp.asarray(self.unit, _tree.dtype(root)))
 
+    def left_out(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
+        each = jax.tree.map(self.saturated, as_outputs(target, outputs))
+        return _tree.total(each, _tree.dtype(outputs))
+
+    @property
+    def has_observed_factor(self) -> bool:
+        is_inherited = type(self).factor is AbstractElementwiseLoss.factor
+        return is_inherited and has_observed_root(self)
+
     def check(self, outputs, targets) -> None:
         check_shapes(outputs, targets)
+        check_numbers(self, targets)
         if self._targets is not None:
             name, least, most = self._targets
             check_between(name, targets, least, most)
@@ -245,13 +269,41 @@ def has_observed_root(loss: AbstractElementwiseLoss) -> bool:
     return type(loss).root is AbstractElementwiseLoss.root
 
 
-def has_observed_factor(loss: AbstractLoss) -> bool:
-    """Whether `factor` is that of the Hessian without its negative part, and not of an
-    expected Hessian, which a loss may define."""
-    if isinstance(loss, AbstractElementwiseLoss):
-        is_inherited = type(loss).factor is AbstractElementwiseLoss.factor
-        return is_inherited and has_observed_root(loss)
-    return type(loss).factor is AbstractLoss.factor
+def numbers_of(loss: AbstractLoss) -> Any:
+    """Return the numbers that may be one for each target, or `None`."""
+    return None if loss._of_each is None else getattr(loss, loss._of_each)
+
+
+def with_numbers(loss: AbstractLoss, numbers: Array) -> AbstractLoss:
+    return eqx.tree_at(numbers_of, loss, numbers)
+
+
+def in_targets(loss: AbstractLoss) -> str:
+    """Return, in words, what to do with numbers that are not those of one array."""
+    return (
+        "write a loss of your own, a `gnlin.authoring.AbstractLoss`, whose targets hold "
+        f'them, such as `{{"y": y, "{loss._of_each}": {loss._of_each}}}`'
+    )
+
+
+def check_numbers(loss: AbstractLoss, targets: PyTree[Array]) -> None:
+    """Raise `ValueError` unless the numbers of a loss have the shape of one example's
+    targets, or of its last axes."""
+    shape, name = np.shape(numbers_of(loss)), loss._of_each
+    for of_all in (leaf.shape for leaf in jax.tree.leaves(targets) if shape):
+        if shape == of_all[1:][-len(shape) :]:
+            continue
+        own = in_targets(loss)
+        if shape == of_all:
+            raise ValueError(
+                f"`{name}` of the shape of all targets, {shape}, needs one array of "
+                f"targets at hand, not batches that are drawn or read: {own}."
+            )
+        raise ValueError(
+            f"`{name}` must be one number, or have the shape of the targets, {of_all}, "
+            f"or of those of one example, {of_all[1:]}, but has the shape {shape}; if it "
+            f"differs between batches or several arrays, {own}."
+        )
 
 
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:

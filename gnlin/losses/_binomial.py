@@ -77,8 +77,9 @@ class BinomialNLL(_Binomial):
 
     **Arguments:**
 
-    - `trials`: $n$, a number or an array. An array has y's shape in
-        [`gnlin.curve_fit`][], and the shape of one example's outputs elsewhere.
+    - `trials`: $n$, a number or an array: one number for each value, in the shape of y
+        in [`gnlin.curve_fit`][], and of the targets elsewhere. In the shape of one
+        example's targets, they are those of each example.
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     !!! example
@@ -97,6 +98,7 @@ class BinomialNLL(_Binomial):
     """
 
     _targets: ClassVar = "successes", 0.0, math.inf
+    _of_each: ClassVar = "trials"
     trials: Float[Array, "..."] = eqx.field(converter=_as_trials)
     reduction: Reduction | None = None
 
@@ -127,15 +129,7 @@ class BinomialNLL(_Binomial):
     def check(self, outputs, targets: PyTree[Array]) -> None:
         super().check(outputs, targets)
         for successes in known(targets) if known(self.trials) else ():
-            shape, of_trials = successes.shape, np.shape(self.trials)
-            if of_trials and of_trials != shape[len(shape) - len(of_trials) :]:
-                raise ValueError(
-                    "`trials` must be one number, or have the shape of the successes (of "
-                    f"one data set, if there are several), {shape}, but has the shape "
-                    f"{of_trials}: fit data sets with `trials` of their own by "
-                    "`jax.vmap` over y and `trials`."
-                )
-            trials = np.broadcast_to(np.asarray(self.trials), shape)
+            trials = np.broadcast_to(np.asarray(self.trials), successes.shape)
             is_share = np.all(successes <= 1) and np.any(successes % 1 != 0)
             if is_share and np.all(trials > 1):
                 raise ValueError(

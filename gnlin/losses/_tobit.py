@@ -1,13 +1,13 @@
 """The Tobit loss for censored values."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.scipy.special import log_ndtr
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from ._base import AbstractElementwiseLoss, Reduction
 
@@ -39,8 +39,9 @@ class TobitNLL(AbstractElementwiseLoss):
     **Arguments:**
 
     - `censored`: 0 for each measured value, 1 if the true value is above y, -1 if it is
-        below. The array has y's shape in [`gnlin.curve_fit`][], and the shape of one
-        example's outputs elsewhere.
+        below: one number for each value, in the shape of y in [`gnlin.curve_fit`][],
+        and of the targets elsewhere. In the shape of one example's targets, they are
+        those of each example.
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     In [`gnlin.curve_fit`][] the standard deviation is `sigma`, which must be given and is
@@ -63,6 +64,7 @@ class TobitNLL(AbstractElementwiseLoss):
         Econometrica 26 (1958).
     """
 
+    _of_each: ClassVar = "censored"
     censored: Int[Array, "..."] = eqx.field(converter=_as_sides)
     reduction: Reduction | None = None
 
@@ -89,19 +91,6 @@ class TobitNLL(AbstractElementwiseLoss):
     def _sides(self, output: Array) -> Array:
         sides = jnp.asarray(self.censored).astype(output.dtype)
         return jnp.broadcast_to(sides, output.shape)
-
-    def check(self, outputs, targets: PyTree[Array]) -> None:
-        super().check(outputs, targets)
-        shape = jnp.shape(self.censored)
-        if shape and not isinstance(targets, dict | list | tuple):
-            of_each = targets.shape[targets.ndim - len(shape) :]
-            if of_each != shape:
-                raise ValueError(
-                    "`censored` must be one number, or have the shape of the values (of "
-                    f"one data set, if there are several), {targets.shape}, but has the "
-                    f"shape {shape}: fit data sets with a `censored` of their own by "
-                    "`jax.vmap` over y and `censored`."
-                )
 
 
 # Beyond this many standard deviations (by bits of precision), use the series in 1/z.

@@ -33,6 +33,7 @@ from .._training._solution import model_and_spec, Solution
 from .._training._step import StepSettings
 from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss, with_reduction
+from ..losses._of_examples import loss_beside
 from ..losses._robust import reweighted
 from ..spectra import Estimate
 from ._inverse import by_singular_values, BySolves
@@ -144,7 +145,7 @@ def covariance(
         batch = as_batch(data)
         parameters, network = make_network(model, filter_spec)
         batch = network.args(batch[0], None, None), *batch[1:]
-        losses = with_reduction(loss, "sum")
+        losses, batch = loss_beside(with_reduction(loss, "sum"), batch)
         if deviation is not None:
             prior = Prior.of(deviation, losses, batch)
     else:

@@ -19,6 +19,7 @@ from .._training._model import make_network, Network, partition
 from .._training._residuals import refuse_groups
 from ..losses import AbstractLoss
 from ..losses._base import check_loss
+from ..losses._of_examples import loss_beside
 
 
 class LinearisedModel(eqx.Module):
@@ -85,6 +86,7 @@ class LinearisedModel(eqx.Module):
 def _loss_on(on: Linearisation, loss: AbstractLoss, batch: tuple) -> BatchLoss:
     """Return the loss of a batch, after a check of its targets."""
     outputs = Structure.of(on.outputs).tree
+    loss, batch = loss_beside(loss, batch)
     loss.check(outputs, batch[1])
     return BatchLoss(loss, outputs, *batch[1:])
 
