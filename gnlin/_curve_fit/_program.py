@@ -35,6 +35,7 @@ def fitted(
     data: Data,
     start: PyTree[Array],
     has_starts: bool = False,
+    num_steps: int | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the fields of `CurveFit`.
 
@@ -42,6 +43,7 @@ def fitted(
         sets. The best start is chosen. The starts of one data set run one after the
         other, by the program of a single fit. Run together, they would need a program of
         their own, and each would take as long as the slowest.
+    - `num_steps`: a smaller number of steps than `max_steps`, for the same program.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
     alone = not setting.many and not inside
@@ -60,6 +62,9 @@ def fitted(
     num_rows = most if inside else rows_for(most)
     if setting.many or has_starts:
         num_rows = 0
+    if num_steps is not None:
+        limit = min(int(setting.max_steps), num_steps)
+        setting = setting._replace(max_steps=np.full_like(setting.max_steps, limit))
     try:
         return program(setting, data, start, has_starts, num_rows)
     except eqx.EquinoxRuntimeError as error:

@@ -227,12 +227,16 @@ class CurveFit(eqx.Module):
         parameter at a bound is an upper or lower limit, where the loss has risen as much
         as at the ends of the other intervals. An end is infinite if the loss never rises
         as much. It is NaN for parameters that are fixed or not determined, and, with a
-        warning, if the search for it fails or ends where `f` is not finite. If the
-        variance is estimated and the fit is exact to rounding, the intervals come
-        from the standard errors, and there are no limits.
+        warning, if the search for it fails, takes more than 200 steps of its refits, or
+        ends where `f` is not finite. If the variance is estimated and the fit is exact
+        to rounding, the intervals come from the standard errors, and there are no limits.
 
         An end may lie where another parameter has come to a bound of its own, beyond
         which the interval might go on. A warning then names the end and the bound.
+
+        In a terminal, a search of more than a second shows its progress. Ctrl-C ends it
+        after the present refit, and returns the ends found so far, with NaN for the
+        others and a warning.
 
         **Arguments:**
 
