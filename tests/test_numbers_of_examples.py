@@ -1,5 +1,6 @@
 """Losses with a number for each target, compared with SciPy's minimiser."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,3 +200,47 @@ def test_evidence_of_trials_has_their_number_of_ways():
 def test_errors(train, message):
     with pytest.raises(ValueError, match=message):
         train()
+
+
+@pytest.mark.parametrize("given", [{"y": np.zeros((12, 12), int)}, [[0, 1], [0]]])
+@pytest.mark.parametrize("loss", [gnlin.losses.TobitNLL, gnlin.losses.BinomialNLL])
+def test_a_loss_takes_one_array(loss, given):
+    with pytest.raises(ValueError, match="number, or one array of numbers") as told:
+        loss(given)
+    assert len(str(told.value)) < 200
+    assert ("concatenate" in str(told.value)) == isinstance(given, dict)
+
+
+@pytest.mark.parametrize(
+    ("changes", "select", "words"),
+    [
+        ({"height": jnp.ones(5, int)}, reads, "'height' is not trained, because its ent"),
+        (
+            {"height": [1.0] * 5},
+            reads,
+            "'height' holds lists or several arrays: pass one",
+        ),
+        ({"third": jnp.ones(5)}, reads, "returns nothing for 'third': return `jnp.zeros"),
+        ({}, lambda p: reads(p) | {"far": 0}, "the model has no 'far'"),
+        ({}, lambda p: p["number"], "returns PyTreeDef"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The parameter 'height' holds whole numbers")
+def test_a_selection_of_another_structure(changes, select, words):
+    group = gnlin.Residuals(curve, PATIENTS, select=select)
+    with pytest.raises(
+        ValueError, match="must return the structure .* arrays, but " + words
+    ):
+        gnlin.solve(START | changes, group)
+
+
+def test_a_selection_of_what_is_not_trained():
+    group = gnlin.Residuals(curve, PATIENTS, select=reads)
+    with pytest.raises(ValueError, match="'height' is not trained: return `None`"):
+        gnlin.solve(START, group, filter_spec={"height": False, "rate": True})
+
+
+def test_a_network_as_the_start_of_a_fit():
+    network = eqx.nn.MLP("scalar", "scalar", 4, 1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"of a network, .*`gnlin.solve` trains it"):
+        gnlin.curve_fit(lambda net, x: jax.vmap(net)(x), T, VALUES[0], network)

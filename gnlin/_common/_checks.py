@@ -8,7 +8,7 @@ import difflib
 import dis
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -149,6 +149,21 @@ def shown(value: object) -> str:
         return f"an array of {value.dtype} of the shape {value.shape}"
     words = repr(value)
     return words if len(words) <= _LONGEST else f"a {type(value).__name__}"
+
+
+def one_array(name: str, given: Any, dtype: Any = None) -> np.ndarray:
+    """Return a NumPy array of a number or of an array; refuse a tree of arrays."""
+    try:
+        array = np.asarray(given, dtype)
+    except (TypeError, ValueError):
+        array = np.array(None)
+    if array.dtype == object:
+        hint = ": join several arrays, and those of y, into one by `jnp.concatenate`"
+        raise ValueError(
+            f"{name} must be a number, or one array of numbers, but {shown(given)} was "
+            f"given{hint * isinstance(given, Mapping)}."
+        )
+    return array
 
 
 def check_takes(call: str, fn: Callable, number: int, hint: str = "") -> None:

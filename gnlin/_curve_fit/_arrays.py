@@ -83,7 +83,10 @@ def as_array(value: Any, name: str) -> Array:
                 f"`{name}` is an array of Python objects: convert them to numbers by "
                 f"`np.asarray({name}, float)`, or `pandas.to_numeric`."
             ) from error
-        of_model = " (for a model, those from `eqx.partition`)" * callable(value)
+        of_model = callable(value) * (
+            " (of a network, the arrays from `eqx.partition`; `gnlin.solve` trains it as "
+            "it is)"
+        )
         given = f"an array of {known.dtype}" if hasattr(value, "dtype") else repr(value)
         raise ValueError(
             f"`{name}` must hold numbers or arrays{of_model}, but {given} was given."

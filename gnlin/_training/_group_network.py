@@ -19,6 +19,7 @@ from .._common._canonical import canonical, needed, of_one_example, read_by
 from .._common._checks import check_count, first_line, is_own
 from .._common._complex import in_real_parts
 from .._common._precision import full_precision
+from .._common._words import name_of
 from .._jacobian import AtOnce, gathered, PerGroup, Selected, Sparsity
 from .._linearisation._group_loss import GroupLosses
 from ..losses._of_examples import beside_targets
@@ -215,7 +216,7 @@ def of_groups(
                 "multiply these by the square root of w inside the function."
             )
         if group.select is not None:
-            _check_selection(name, group.select, group.data, parameters)
+            _check_selection(name, group.select, group.data, parameters, model)
         if is_drawn and not _uses_key(group.data):
             warnings.warn(
                 f"The `data` function of the group {name!r} does not use its key, so all "
@@ -319,7 +320,11 @@ def _batch_sizes(
 
 
 def _check_selection(
-    name: str, select: Callable[[Any], Any], data: Any, parameters: PyTree[Array]
+    name: str,
+    select: Callable[[Any], Any],
+    data: Any,
+    parameters: PyTree[Array],
+    model: PyTree,
 ) -> None:
     """Raise `ValueError` if the `select` of a group fails, or selects invalid rows of
     concrete data."""
@@ -346,7 +351,7 @@ def _check_selection(
             )
         raise ValueError(
             f"`select` of the group {name!r} must return the structure of the model's "
-            f"trained arrays, {structure}, but returns {jax.tree.structure(rows)}."
+            f"trained arrays, but {_mismatch(rows, parameters, model)}."
         )
     leaves = jax.tree.leaves(rows), jax.tree.leaves(parameters)
     for chosen, array in zip(*leaves, strict=True):
@@ -366,3 +371,28 @@ def _check_selection(
                 f"Example {bad[0] // each} of the group {name!r} selects row {wrong} of "
                 f"an array that has {array.shape[0]} rows."
             )
+
+
+def _mismatch(rows: PyTree, parameters: PyTree[Array], model: PyTree) -> str:
+    """Return, in words, how selected rows differ in structure from the parameters."""
+
+    def by_names(tree: PyTree) -> dict[str, Any]:
+        pairs = jax.tree_util.tree_leaves_with_path(tree)
+        return {name_of(path): leaf for path, leaf in pairs}
+
+    selected, trained, held = map(by_names, (rows, parameters, model))
+    for name in sorted(selected.keys() - trained.keys() - {""}):
+        if any(other.startswith(f"{name}.") for other in trained):
+            return f"{name!r} holds lists or several arrays: pass one array in its place"
+        if name not in held:
+            return f"the model has no {name!r}"
+        if eqx.is_inexact_array(held[name]):
+            return f"{name!r} is not trained: return `None` for it"
+        what = "its entries are not floating-point: convert it by `.astype(float)`"
+        return f"{name!r} is not trained, because {what}"
+    missing = sorted(trained.keys() - selected.keys())
+    if missing and not {""} & {*missing, *selected}:
+        none = "return `jnp.zeros(0, int)` there if an example reads none of its rows"
+        return f"returns nothing for {missing[0]!r}: {none}"
+    structures = jax.tree.structure(parameters), jax.tree.structure(rows)
+    return "returns {1} in place of {0}".format(*structures)

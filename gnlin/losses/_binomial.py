@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
-from .._common._checks import check_finite_positive, check_scalar
+from .._common._checks import check_finite_positive, check_scalar, one_array
 from .._common._complex import check_real
 from ._base import (
     AbstractElementwiseLoss,
@@ -28,12 +28,7 @@ def _as_trials(given: Any) -> Array:
     if isinstance(given, Tracer):
         return given
     check_real("`trials`", given)
-    try:
-        trials = np.asarray(given, float)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`trials` must be a number, or an array of numbers, but {given!r} was given."
-        ) from error
+    trials = one_array("`trials`", given, float)
     wrong = trials[~(np.isfinite(trials) & (trials >= 0))]
     if wrong.size > 0:
         hint = ": where y is missing, any number will do" * bool(np.isnan(wrong[0]))

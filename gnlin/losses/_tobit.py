@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.scipy.special import log_ndtr
 from jaxtyping import Array, Int
 
+from .._common._checks import one_array
 from ._base import AbstractElementwiseLoss, Reduction
 
 
@@ -16,7 +17,7 @@ def _as_sides(given: Any) -> Array:
     """Check and convert `censored`; traced values are not checked."""
     if isinstance(given, Tracer):
         return given
-    known = np.asarray(given)
+    known = one_array("`censored`", given)
     is_number = known.dtype.kind in "iuf"
     wrong = known[~np.isin(known, (-1, 0, 1))] if is_number else known.ravel()
     if wrong.size > 0:
