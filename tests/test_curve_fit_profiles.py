@@ -79,6 +79,7 @@ def test_the_limit_is_that_of_real_steps_by_the_same_program(monkeypatch):
 
     monkeypatch.setattr(_profiles, "fitted", counting)
     monkeypatch.setattr(_profiles, "_MOST_STEPS", 2)
+    monkeypatch.setattr(_profiles, "_MORE_STEPS", 0)
     with pytest.warns(UserWarning, match="all their 2 steps, and it lies between"):
         assert num_compiled(fit.confidence_intervals) == 0
     assert 2 <= sum(steps) <= 4  # two ends

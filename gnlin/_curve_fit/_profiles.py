@@ -32,10 +32,10 @@ _ROUGHLY = 1e-3
 # the steps, and the ends differ by 1e-9 of the intervals.
 _RTOL = 3e-3
 _MOST_REFITS = 30
-# The most steps of all refits for one end. For a stiff equation with 11 parameters most
-# ends took 4 to 20 steps, and one at a bound 60. Where `f` is hardly finite, each refit
-# may go on for hundreds.
-_MOST_STEPS = 200
+# The most steps of all refits for one end, and the same as a multiple of the fit's steps,
+# if that is more. For a stiff equation with 11 parameters most ends took 4 to 20 steps,
+# and one at a bound 60. Where `f` is hardly finite, each refit may go on for hundreds.
+_MOST_STEPS, _MORE_STEPS = 200, 10
 # The search for an end stops this many standard errors from the best fit.
 _FARTHEST = 1e4
 # If a parameter's standard error is larger than this multiple of its value, and the rise
@@ -162,7 +162,7 @@ def profiles(
         near, far, step, value, fault = 0.0, np.inf, quantile, centre, ""
         refit = _Refit(0.0, start)
         last_step, last_distance, is_astray = 0.0, 0.0, False
-        left = _MOST_STEPS
+        left = most_steps
         for number in range(_MOST_REFITS):
             step = min(step, reach / unit)
             is_at_bound = step >= reach / unit
@@ -204,7 +204,7 @@ def profiles(
         low, high = sorted(centre + sign * part * unit for part in (near, far))
         why = f"it lies between {rounded(low, unit)} and {rounded(high, unit)}"
         if left <= 0:
-            why = f"its refits took all their {_MOST_STEPS} steps, and {why}"
+            why = f"its refits took all their {most_steps} steps, and {why}"
         elif is_lost:
             why = f"{fault} beyond {rounded(centre + sign * far * unit, unit)}"
         lost.append(
@@ -212,6 +212,7 @@ def profiles(
         )
         return np.nan
 
+    most_steps = max(_MOST_STEPS, _MORE_STEPS * int(fit.num_steps))
     lost: list[str] = []
     bounded: list[str] = []
     low, high = np.full((2, best.size), np.nan)
