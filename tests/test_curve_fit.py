@@ -1649,7 +1649,7 @@ class Solved(eqx.Module):
         ({"start": {"a": np.nan, "rate": 1.0, "c": 0.0}}, "`start` must be finite"),
         ({"start": {"a": "one"}}, "`start` must hold numbers or arrays"),
         ({"start": {}}, "`start` must hold a parameter"),
-        ({"start": {"a": jnp.exp}}, "for a model, those from `eqx.partition`"),
+        ({"start": {"a": jnp.exp}}, "the arrays from `eqx.partition`; `gnlin.solve`"),
         ({"f": lambda p, x: p["c"]}, "is one number, and `y` has the shape \\(50,\\)"),
         (
             {"f": lambda p, x: jax.lax.complex(p["c"] * x, x)},

@@ -38,10 +38,11 @@ def test_a_function_is_refused_as_a_number(check, given):
 
 def test_a_schedule_that_is_refused_names_those_that_are_supported():
     with pytest.raises(ValueError, match=r"`DampedG.* `optax.sgd\(schedule\)`"):
-        gnlin.IterativeLinearisation(DECAYING, 0.1)
+        gnlin.IterativeLinearisation(10, 0.1, momentum=DECAYING)
 
 
 def test_settings_that_accept_schedules():
+    gnlin.IterativeLinearisation(DECAYING, DECAYING)
     gnlin.DampedGaussNewton(DECAYING)
     gnlin.TruncatedGaussNewton(DECAYING, DECAYING)
 
