@@ -44,7 +44,8 @@ def loop(n, dtype=jnp.float64):
     first = jaxlie.SE3.identity().parameters().astype(dtype)
 
     def ahead(pose, step):
-        pose = (jaxlie.SE3(pose) @ jaxlie.SE3.exp(step)).parameters()
+        # jaxlie computes in double precision wherever JAX allows it.
+        pose = (jaxlie.SE3(pose) @ jaxlie.SE3.exp(step)).parameters().astype(dtype)
         return pose, pose
 
     true = jnp.concatenate([first[None], jax.lax.scan(ahead, first, steps)[1]])
