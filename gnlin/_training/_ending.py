@@ -309,7 +309,8 @@ def _bounces(losses: np.ndarray) -> bool:
     changes = np.diff(later)
     rises = changes[changes > 0]
     often = len(rises) > _BOUNCES * len(later)
-    return often and rises.sum() > max(later[0] - later[-1], _SOLVED * abs(losses[0]))
+    fallen = max(later[0] - later[-1], _SOLVED * abs(losses[0]))
+    return bool(often and rises.sum() > fallen)
 
 
 def _is_random(setting: StepSettings, carry: Carry, data: tuple) -> bool:
