@@ -57,7 +57,7 @@ DescentMethod = Literal[
 _INEXACT, _LARGEST = 2**53, 10**300
 
 
-def _whole(period: ScalarLike) -> ScalarLike:
+def _whole(period: Any) -> Any:
     """Return a whole number as an integer if it is a double exactly, else as a float."""
     if isinstance(period, int) and period >= _INEXACT:
         return float(min(period, _LARGEST))
@@ -336,7 +336,7 @@ class IterativeLinearisation(AbstractGaussNewton):
                 f'"auto" or "matrix-free", but {self.method!r} was given.'
             )
         state = self.start(y, outputs)
-        inner = optimiser_of(self).init(y)
+        inner = optimiser_of(self.at(0)).init(y)
         stream = Stream(y, inner, jnp.array(0))
         return dataclasses.replace(state, memory=stream)
 
