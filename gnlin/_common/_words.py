@@ -16,7 +16,7 @@ _DIGITS, _OF_ERROR = 8, 3
 _MOST_LINES = 40
 
 
-def counted(number: int | str, what: str) -> str:
+def how_many(number: int | str, what: str) -> str:
     """Return a number of things in words, such as "1 step" or "2 steps"."""
     return f"{number} {what}" + "s" * (str(number) != "1")
 

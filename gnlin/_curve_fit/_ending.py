@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool
 
 from .._common import _tree
-from .._common._words import counted
+from .._common._words import how_many
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
@@ -39,7 +39,7 @@ def reason(fit: "CurveFit") -> str:
     """Return why the run ended, in words."""
     if fit._setting.many or isinstance(fit.chi_squared, Tracer):
         return ""
-    converged = f"converged in {counted(int(fit.num_steps), 'step')}"
+    converged = f"converged in {how_many(int(fit.num_steps), 'step')}"
     return _without_maximum(fit) or _failure(fit) or converged
 
 
@@ -55,7 +55,7 @@ def _failure(fit: "CurveFit") -> str:
         return ""
     if name == "nonlinear_max_steps_reached":
         if steps < fit._setting.max_steps:
-            return f"interrupted after {counted(steps, 'step')}"
+            return f"interrupted after {how_many(steps, 'step')}"
         return f"{in_words(name, steps)}: raise `max_steps`, or start closer"
     if has_place:
         return what_is_not_finite(fit)
@@ -163,7 +163,7 @@ def some_directions(fit: "CurveFit", separator: str) -> str:
     """Describe some of the directions in which the parameters do not change the curve."""
     found = fit.undetermined()
     more = len(found) - _MOST_DIRECTIONS
-    others = [counted(more, "other direction")] if more > 0 else []
+    others = [how_many(more, "other direction")] if more > 0 else []
     return separator.join([*found[:_MOST_DIRECTIONS], *others])
 
 
@@ -229,7 +229,7 @@ def _part(fit: "CurveFit", of: Callable) -> np.ndarray:
 
 def _some(fit: "CurveFit", of: Callable) -> str:
     """Return in words how many points of one data set have a property."""
-    return f"{total(points(fit, of(fit)))} of {counted(num_points(fit), 'point')}"
+    return f"{total(points(fit, of(fit)))} of {how_many(num_points(fit), 'point')}"
 
 
 def _complaint_of_many(fit: "CurveFit") -> str:

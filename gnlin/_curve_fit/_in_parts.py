@@ -12,7 +12,7 @@ from .._common import _tree
 from .._common._checks import is_traced, to_jax
 from .._common._progress import Bar
 from .._common._quickly import quickly
-from .._common._words import counted
+from .._common._words import how_many
 from .._solver import LevenbergMarquardt
 from ..losses._robust import AbstractRobust
 from ._arrays import as_x
@@ -179,7 +179,7 @@ class _Passes:
 
     def _check(self, sums: Sums) -> None:
         missing, infinite, sigma, *_ = (int(n) for n in sums.faults.number)
-        many = lambda number, what: counted(f"{number:,}", what)
+        many = lambda number, what: how_many(f"{number:,}", what)
         where = lambda kind: f"first at point {self.point(sums, kind):,}"
         if missing and self.nan_policy == "raise":
             raise ValueError(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .._common._words import counted, name_of
+from .._common._words import how_many, name_of
 from ._points import num_of, place_of
 
 
@@ -41,7 +41,7 @@ def what_is_not_finite(fit: "CurveFit") -> str:
     where, data = fit._end.nonfinite, fit._data
     entry, number = int(where.point), int(where.number)
     if data is None:
-        points = counted(f"{number:,}", "point")
+        points = how_many(f"{number:,}", "point")
         what = "`f`" if where.of_curve else "the derivative of `f`"
         return (
             f"{what} is not finite at {points}, first at point {entry:,}: "
@@ -55,7 +55,7 @@ def what_is_not_finite(fit: "CurveFit") -> str:
     place = _place(fit, entry, data.x)
     if number > 1:
         points, numbers = num_of(fit._like_y(), data.x)
-        others = f"at {counted(number - 1, 'other')}"
+        others = f"at {how_many(number - 1, 'other')}"
         if points != numbers:
             others = f"in {number - 1} more of the {numbers} numbers of `f`"
         place += f" and {others}"

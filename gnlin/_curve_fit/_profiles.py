@@ -12,7 +12,7 @@ from jaxtyping import Bool, PyTree
 from .._common import _tree
 from .._common._checks import as_scalar
 from .._common._progress import Bar
-from .._common._words import by_name, counted, rounded
+from .._common._words import by_name, how_many, rounded
 from ._curve import Data, rounding
 from ._problem import flat_box
 from ._program import fitted
@@ -227,7 +227,7 @@ def profiles(
             k, sign = wanted[done]
             lost.append(
                 f"`confidence_intervals` was interrupted after {done} of "
-                f"{counted(len(wanted), 'end')}. The others are NaN, from the "
+                f"{how_many(len(wanted), 'end')}. The others are NaN, from the "
                 f"{'upper' if sign > 0 else 'lower'} end of {fit.names[k]} on."
             )
     if len(bounded) > _MOST_ENDS:

@@ -63,7 +63,7 @@ def fitted(
     if setting.many or has_starts:
         num_rows = 0
     if num_steps is not None:
-        limit = min(int(setting.max_steps), num_steps)
+        limit = min(most, num_steps)
         setting = setting._replace(max_steps=np.full_like(setting.max_steps, limit))
     try:
         return program(setting, data, start, has_starts, num_rows)

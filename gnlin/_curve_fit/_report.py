@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from .._common._words import abridged, aligned, counted, names_of, rounded
+from .._common._words import abridged, aligned, how_many, names_of, rounded
 from ..losses._base import has_observed_root
 from ._curve import rounding
 from ._ending import some_directions
@@ -26,7 +26,7 @@ _ELSEWHERE = "`fit.parameters` and `fit.standard_errors`"
 
 def report(fit: "CurveFit") -> str:
     """Return a summary, with a table of the parameters."""
-    number = counted(len(fit.names), "free parameter")
+    number = how_many(len(fit.names), "free parameter")
     sizes = [np.size(leaf) for leaf in jax.tree.leaves(fit.parameters)]
     lines = [
         f"{fit.reason}: {_how_many(fit)}, {number}",
@@ -40,14 +40,14 @@ def report(fit: "CurveFit") -> str:
         largest = pairs[:_MOST_CORRELATIONS]
         lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in largest]
         if len(pairs) > len(largest):
-            more = counted(len(pairs) - len(largest), "smaller one")
+            more = how_many(len(pairs) - len(largest), "smaller one")
             lines.append(f"  and {more}")
     if fit.residuals is not None and fit._setting.is_robust:
         outliers = points(fit, outlying(fit))
         if number := total(outliers):
             at = f"at {'point' if number == 1 else 'points'}"
             where = listed(outliers, _MOST_OUTLIERS)
-            lines += ["", f"{counted(number, 'outlier')}, {at} {where}"]
+            lines += ["", f"{how_many(number, 'outlier')}, {at} {where}"]
     if fit.losses is not None and np.isfinite(fit.losses[0]):
         losses = np.asarray(fit.losses)
         same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
@@ -65,10 +65,10 @@ def _how_many(fit: "CurveFit") -> str:
     """Return the number of points, and of their real numbers if these are more."""
     numbers = int(fit._end.num_points)
     if fit._data is None:
-        return counted(numbers, unit_of(fit))
+        return how_many(numbers, unit_of(fit))
     number = num_points(fit)
-    of = " of " + counted(numbers, "number")
-    return counted(number, "point") + of * (numbers != number)
+    of = " of " + how_many(numbers, "number")
+    return how_many(number, "point") + of * (numbers != number)
 
 
 def _rounding(fit: "CurveFit") -> float:

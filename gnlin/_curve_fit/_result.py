@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import check_callable, check_fraction, is_traced
-from .._common._words import counted, names_of
+from .._common._words import how_many, names_of
 from .._training._solution import History
 from ..spectra import Estimate
 from ._arrays import as_x
@@ -113,7 +113,7 @@ class CurveFit(eqx.Module):
             well = int(np.sum(np.asarray(self.result == optx.RESULTS.successful)))
             poorly = int(np.sum(~are_determined(self)))
             others = f", {poorly} do not determine all parameters" if poorly else ""
-            sets = counted(number, "data set")
+            sets = how_many(number, "data set")
             return f"CurveFit({sets}, {well} of them converged{others})"
         return report(self)
 
@@ -227,9 +227,10 @@ class CurveFit(eqx.Module):
         parameter at a bound is an upper or lower limit, where the loss has risen as much
         as at the ends of the other intervals. An end is infinite if the loss never rises
         as much. It is NaN for parameters that are fixed or not determined, and, with a
-        warning, if the search for it fails, takes more than 200 steps of its refits, or
-        ends where `f` is not finite. If the variance is estimated and the fit is exact
-        to rounding, the intervals come from the standard errors, and there are no limits.
+        warning, if the search for it fails, takes more steps of its refits than 200 and
+        ten times those of the fit, or ends where `f` is not finite. If the variance is
+        estimated and the fit is exact to rounding, the intervals come from the standard
+        errors, and there are no limits.
 
         An end may lie where another parameter has come to a bound of its own, beyond
         which the interval might go on. A warning then names the end and the bound.

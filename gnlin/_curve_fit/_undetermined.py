@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
 from .._common._tree import ravel_pytree
-from .._common._words import counted, name_of
+from .._common._words import how_many, name_of
 from ._problem import FitSettings, flat_box
 
 
@@ -138,7 +138,7 @@ def described(
         sizes = np.abs(direction / units)
         if not np.max(sizes) > 0:
             continue
-        # Of those that move most, up to rounding, more move up than down.
+        # Choose the sign with which most of the largest moves, up to rounding, are up.
         rounding = np.finfo(sizes.dtype).eps ** 0.5
         most = np.flatnonzero(sizes >= (1 - rounding) * np.max(sizes))
         is_up = direction[most] > 0
@@ -214,7 +214,7 @@ def _joined(parts: list[_Part]) -> str:
     parts = sorted(parts, key=order)
     words = [part.words for part in sorted(parts[:number], key=lambda part: part.place)]
     if others := sum(part.number for part in parts[number:]):
-        words.append(counted(others, "other"))
+        words.append(how_many(others, "other"))
     return " and ".join(words)
 
 

@@ -30,10 +30,11 @@ def svd_is_cheap(m: int, p: int) -> bool:
 def default_method(jacobian: AbstractJacobian) -> Literal["svd", "eigh"]:
     """Return how a spectrum is computed that has to serve any question."""
     m, p = jacobian.shape
-    if jnp.finfo(jacobian.domain.dtype).bits == 64:
-        return "svd" if svd_is_cheap(m, p) else "eigh"
-    ordinary = m * p * min(m, p) <= _ORDINARY_SVD and jacobian.fits()
-    return "svd" if ordinary or svd_is_cheap(m, p) else "eigh"
+    if svd_is_cheap(m, p):
+        return "svd"
+    is_double = jnp.finfo(jacobian.domain.dtype).bits == 64
+    is_ordinary = m * p * min(m, p) <= _ORDINARY_SVD and jacobian.fits()
+    return "svd" if is_ordinary and not is_double else "eigh"
 
 
 def spectrum_of(

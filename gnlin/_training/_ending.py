@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._common import _tree
 from .._common._sharding import is_here
-from .._common._words import counted
+from .._common._words import how_many
 from .._linearisation._group_loss import GroupLosses
 from .._linearisation._linearisation import linearised
 from .._solver import LevenbergMarquardt
@@ -157,7 +157,7 @@ def after_full_batch(
         )
     if risen:
         return (
-            f"`gnlin.solve` made {counted(num_steps, 'step')}, and {risen}. Use "
+            f"`gnlin.solve` made {how_many(num_steps, 'step')}, and {risen}. Use "
             "`gnlin.LevenbergMarquardt()`, more damping, a smaller learning rate or "
             "fewer inner steps."
         )

@@ -27,8 +27,8 @@ _FEWEST_ROWS, _MORE_ROWS, _MOST_ROWS = 1024, 4, 4096
 # Limits on the number of parameters times examples. Up to the first one, steps are fast.
 # Up to the second one, a run takes less time than its compilation.
 _SMALL, _SHORT = 2**17, 2**21
-# A run is brief if the number of parameters times examples, and that of the values that
-# the model computes, are at most this number divided by `max_steps`. Without
+# A run is brief if its number of steps is at most this number divided by the number of
+# parameters times examples, and by the number of values that the model computes. Without
 # optimisations it takes at most 0.3 s longer, and its compilation 1.3 to 2.4 s less.
 _BRIEF = 2**22
 # Steps of the first call of the program, and the factor by which this number grows as
@@ -100,9 +100,9 @@ def run(
     lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
     size = _tree.size(start[0]) * max(lengths, default=1)
     steps = _steps_quickly if size <= _SHORT else _steps
-    values = max(lengths, default=1) * _num_values(setting)
-    if lengths and max(size, values) * max_steps <= _BRIEF:
-        steps = _steps_briefly
+    if lengths and size * max_steps <= _BRIEF:
+        num_values = max(lengths) * _num_values(setting)
+        steps = _steps_briefly if num_values * max_steps <= _BRIEF else steps
     # If steps are fast, a single call initialises the run and makes all steps for which
     # history is allocated. The function of a group without data may be slow.
     if size > _SMALL or not lengths:

@@ -12,7 +12,7 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import PyTree
 
-from .._common._words import counted
+from .._common._words import how_many
 from ._messages import result_name
 
 
@@ -104,7 +104,7 @@ class History(eqx.Module, Mapping[str, Any]):
         if not self._names:
             return "History(not kept)"
         num_rows = " x ".join(map(str, np.shape(self["step"])))
-        return f"History({counted(num_rows, 'step')}: {', '.join(self._names)})"
+        return f"History({how_many(num_rows, 'step')}: {', '.join(self._names)})"
 
     @property
     def columns(self) -> list[str]:
