@@ -52,6 +52,20 @@ def test_brief_fits(f, num_points, is_brief, monkeypatch):
     np.testing.assert_allclose(inside, fit.parameters, rtol=1e-8)
 
 
+def test_many_fits_at_once_are_not_brief(monkeypatch):
+    x, program, seen = np.linspace(0.0, 2.0, 30), _program._program, []
+
+    def spied(*kind):
+        seen.append(kind)
+        return program(*kind)
+
+    monkeypatch.setattr(_program, "_program", spied)
+    y = 2 * np.exp(-1.5 * x)
+    fits = gnlin.curve_fit(decay, x, [y, 2 * y], np.ones(2))
+    assert seen == [(False, False, False)]
+    np.testing.assert_allclose(fits.parameters, [[2.0, 1.5], [4.0, 1.5]], rtol=1e-8)
+
+
 def with_a_loop(p, x):
     return summed(p, x[0])
 
