@@ -405,6 +405,9 @@ def test_bad_schedules():
     solver = gnlin.IterativeLinearisation(lambda k: [k], 0.1)
     with pytest.raises(ValueError, match="A schedule must return one number"):
         least_squares(sines, solver, y, args, max_steps=2)
+    solver_without = gnlin.IterativeLinearisation(lambda: 3, 0.1)
+    with pytest.raises(ValueError, match=r"called as `schedule\(num_steps\)`"):
+        least_squares(sines, solver_without, y, args, max_steps=2)
     with pytest.raises(ValueError, match=r"solver\.at\(number\)\.filter\(\)"):
         solver.filter()
 

@@ -13,6 +13,7 @@ from .._common._checks import (
     as_scalar,
     check_exponent,
     check_fraction,
+    check_takes,
     check_up_to_one,
     is_traced,
     nan_unless,
@@ -30,6 +31,7 @@ def value_at(
 ) -> ScalarLike:
     """Return a constant, or a schedule's value at an outer step; NaN if out of range."""
     if callable(value):
+        check_takes("schedule(num_steps)", value, 1)
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix dtypes
             value = value(num_steps)
         array_like = eqx.is_array_like(value) and not jnp.iscomplexobj(value)
