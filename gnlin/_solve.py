@@ -28,7 +28,7 @@ from ._training._ending import (
     of_statistics,
     why_it_failed,
 )
-from ._training._full_batch import Most, run
+from ._training._full_batch import run
 from ._training._group_network import GroupNetwork, of_groups
 from ._training._messages import result_name, WELL
 from ._training._model import in_single, make_network, Network
@@ -41,7 +41,7 @@ from ._training._residuals import (
     Residuals,
     where_not_finite,
 )
-from ._training._solution import COLUMNS, History, Model, on_host, Solution
+from ._training._solution import History, Model, of_full_batch, on_host, Solution
 from ._training._step import checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
@@ -141,9 +141,8 @@ def solve(
         ```
     """
     solver = as_solver(solver)
-    if not isinstance(max_steps, Most):  # from a compiled `curve_fit`
-        check_count("max_steps", max_steps)
-        max_steps = int(max_steps)
+    check_count("max_steps", max_steps)
+    max_steps = int(max_steps)
     if part_size is not None:
         check_count("part_size", part_size)
     check_flag("history", history)
@@ -193,9 +192,7 @@ def solve(
             (carry, num_steps), rows, result, loss_now, is_interrupted = run(
                 setting, batch, (parameters, state), max_steps, history, bar
             )
-    if history:
-        rows["step"] = rows["num_feature_updates"]  # every step is a feature update
-    rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
+    rows = of_full_batch(rows)
     stats = {"num_steps": num_steps, **carry.solver_state.counts.by_name()}
     reason = warning = ""
     has_failed = False

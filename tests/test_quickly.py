@@ -43,7 +43,8 @@ def test_brief_fits(f, num_points, is_brief, monkeypatch):
 
     monkeypatch.setattr(_program, "_program", spied)
     fit = gnlin.curve_fit(f, x, y, np.ones(2))
-    assert seen == [(False, f is summed, is_brief)]
+    # A function with loops has programs of its own.
+    assert seen == ([] if f is summed else [(False, False, is_brief)])
     np.testing.assert_allclose(fit.parameters, [2.0, 1.5], rtol=1e-8)
     # Inside another program the options are those of that program.
     seen.clear()

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from .._common import _tree
 from .._common._checks import is_traced
@@ -19,7 +19,7 @@ from ._curve import Data
 from ._likelihood import is_of_rates, point_at_edge
 from ._not_finite import NonFinite
 from ._problem import FitSettings, Posed
-from ._run import run
+from ._run import Run, run
 from ._statistics import as_fitted, Fitted, Misfit
 from ._undetermined import seen
 
@@ -57,7 +57,6 @@ def fitted(
     shifts = None if data.sigma_x is None else data.x
     num_entries = data.y.shape[-1] * _tree.size((start, shifts))
     is_brief = alone and max(num_entries, setting.curve.num_values) <= _BRIEF
-    program = _program(inside, setting.curve.has_loops, is_brief)
     most = int(setting.max_steps)
     num_rows = most if inside else rows_for(most)
     if setting.many or has_starts:
@@ -66,6 +65,9 @@ def fitted(
         limit = min(most, num_steps)
         setting = setting._replace(max_steps=np.full_like(setting.max_steps, limit))
     try:
+        if alone and setting.curve.has_loops:
+            return _in_two(setting, data, start, num_rows, num_steps is not None)
+        program = _program(inside, setting.curve.has_loops, is_brief)
         return program(setting, data, start, has_starts, num_rows)
     except eqx.EquinoxRuntimeError as error:
         error.add_note(
@@ -125,14 +127,82 @@ def _fitted(
     setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
 ) -> tuple[Fitted, dict[str, Any]]:
     end = run(setting, data, start, num_rows=num_rows)
+    fitted, found, _ = _statistics(setting, data, start, end)
+    return fitted, found
+
+
+class _First(NamedTuple):
+    """A run with its last linearisation, and the statistics that follow from this.
+
+    - `is_elsewhere`: whether the run ended at another point than this linearisation's.
+    - `is_open`: whether the curve has to be evaluated to know whether each parameter
+        affects it.
+    """
+
+    end: Run
+    fitted: Fitted
+    found: dict[str, Any]
+    is_elsewhere: Bool[Array, ""]
+    is_open: Bool[Array, ""]
+
+    @staticmethod
+    def of(
+        setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
+    ) -> "_First":
+        end = run(setting, data, start, num_rows=num_rows, keeps=True)
+        fitted, found, is_open = _statistics(setting, data, start, end, is_tested=False)
+        assert end.kept is not None
+        return _First(end, fitted, found, ~end.kept.is_at(end.variables), is_open)
+
+
+_first = quickly(_First.of, has_loops=True)
+
+
+def _in_two(
+    setting: FitSettings,
+    data: Data,
+    start: PyTree[Array],
+    num_rows: int,
+    is_refit: bool,
+) -> tuple[Fitted, dict[str, Any]]:
+    """Run a fit of a function with loops, which takes long to compile. The first program
+    has no copies of the function but those of the solver. The second one has one or two
+    more, and is made only if it is needed.
+
+    - `is_refit`: whether only the end of the run is wanted.
+    """
+    first = _first(setting, data, start, num_rows)
+    if first.is_elsewhere or (first.is_open and not is_refit):
+        end = first.end._replace(kept=None) if first.is_elsewhere else first.end
+        fitted, found, _ = _second(setting, data, start, end)
+        return fitted, found
+    return first.fitted, first.found
+
+
+def _statistics(
+    setting: FitSettings,
+    data: Data,
+    start: PyTree[Array],
+    end: Run,
+    is_tested: bool = True,
+) -> tuple[Fitted, dict[str, Any], Bool[Array, ""]]:
+    """Return the end of a fit, the fields of `CurveFit`, and whether the curve has to be
+    evaluated to know whether each parameter affects it.
+
+    - `is_tested`: whether the curve is evaluated for this.
+    """
     posed, variables = Posed.of(setting, data), end.variables
     parameters = variables["curve"]
-    lin = linearise(posed.outputs, variables)
-    here = Misfit.of(posed, lin.outputs, has_noise=setting.is_robust)
-    matrix = lin.matrix()
-    slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, here.pull))["curve"]
+    if end.kept is None:
+        lin = linearise(posed.outputs, variables)
+        outputs, matrix = lin.outputs, lin.matrix()
+    else:
+        outputs, matrix = end.kept.outputs[0], end.kept.matrix
+    here = Misfit.of(posed, outputs, has_noise=setting.is_robust)
+    pull = _tree.Structure.of(variables).unravel(_tree.matmul(matrix.T, here.pull))
+    slope = pull["curve"]
     jacobian, of_x = jnp.split(matrix, [_tree.size(parameters)], axis=1)
-    nonfinite = NonFinite.of(lin.outputs, jacobian)
+    nonfinite = NonFinite.of(outputs, jacobian)
     unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
     by_parameters, tangents = unit[:, None] * jacobian, setting.tangents(parameters)
     if tangents is not None:
@@ -143,7 +213,9 @@ def _fitted(
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
     totals = here.totals
-    is_seen = seen(setting, outputs_at, parameters, start, here.outputs, jacobian, totals)
+    asked = outputs_at if is_tested else None
+    known = parameters, start, here.outputs, jacobian, totals
+    is_seen, is_open = seen(setting, asked, *known)
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
@@ -155,12 +227,12 @@ def _fitted(
             noise=data.spread * totals.noise,
         )
     known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents
-    loss = posed.loss.value(lin.outputs, posed.target)
+    loss = posed.loss.value(outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
     if is_of_rates(setting.likelihood):
         spread = _tree.matmul(by_parameters, fitted.covariance.factor)
-        fitted = fitted._replace(edge=point_at_edge(lin.outputs, data, spread))
-    return fitted, found | {
+        fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))
+    found |= {
         "residuals": residuals[: data.y.size],
         "x": None if data.sigma_x is None else data.moved(variables["x"]),
         "losses": None,
@@ -168,3 +240,7 @@ def _fitted(
         "history": end.history,
         "num_steps": end.num_steps,
     }
+    return fitted, found, is_open
+
+
+_second = quickly(_statistics, has_loops=True)

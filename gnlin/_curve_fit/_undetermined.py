@@ -92,21 +92,25 @@ def doubts(
 
 def seen(
     setting: FitSettings,
-    outputs_at: Callable[[PyTree[Array]], Array],
+    outputs_at: Callable[[PyTree[Array]], Array] | None,
     parameters: PyTree[Array],
     start: PyTree[Array],
     outputs: Float[Array, " m"],
     jacobian: Float[Array, "m k"],
     totals: Totals,
-) -> Bool[Array, " k"]:
-    """Whether each parameter affects the curve. The curve is evaluated only where the
-    linearisation does not tell."""
+) -> tuple[Bool[Array, " k"], Bool[Array, ""]]:
+    """Whether each parameter affects the curve, and whether the linearisation does not
+    tell for one of them. Only then is the curve evaluated; with `None` as `outputs_at`
+    it never is, and these parameters are taken to affect the curve."""
     parameters, start, outputs, jacobian, totals, bounds = jax.lax.stop_gradient(
         (parameters, start, outputs, jacobian, totals, setting.solver.bounds)
     )
     if setting.solver.retraction is not None:  # Entries do not tell how large a turn is.
         start = _tree.zeros_like(start)
     found = doubts(parameters, start, jacobian, totals)
+    is_open = jnp.any(found.asked)
+    if outputs_at is None:
+        return ~found.is_rounding, is_open
     y, box = ravel_pytree(parameters)[0], flat_box(bounds, parameters)
 
     def stays(step_and_promised):
@@ -120,8 +124,8 @@ def seen(
         return jnp.any(either.reshape(2, -1), axis=0)
 
     nowhere = jnp.zeros(y.size, bool)
-    stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
-    return ~found.is_rounding & ~(found.asked & stay)
+    stay = jax.lax.cond(is_open, of_all, lambda: nowhere)
+    return ~found.is_rounding & ~(found.asked & stay), is_open
 
 
 def described(

@@ -38,7 +38,7 @@ _FIRST_STEPS, _GROWTH, _SECONDS = 1, 8, 0.5
 
 class Most(NamedTuple):
     """The maximum number of steps of a run inside a compiled program, which may be
-    traced, and the number of rows of its history."""
+    traced, and the number of rows of its history, which is 0 for none."""
 
     num_steps: int | Int[Array, ""]
     num_rows: int
@@ -68,29 +68,39 @@ class FullBatchRun(NamedTuple):
     is_interrupted: bool
 
 
+def steps_inside(
+    setting: StepSettings, data: tuple, start: tuple, most: Most
+) -> FullBatchRun:
+    """Make all steps inside another compiled program."""
+    sizes = most.num_rows, most.num_rows > 0, _types(setting, data, start)
+    run = _steps(setting, data, start, None, sizes, jnp.array(most.num_steps))
+    return FullBatchRun(*run, is_interrupted=False)
+
+
+def _types(*trees: Any) -> tuple[type, ...]:
+    """Return a part of the cache key: 3 == 3.0, but they need different programs."""
+    return tuple(map(type, jax.tree.leaves(trees)))
+
+
 def run(
     setting: StepSettings,
     data: tuple,
     start: tuple,
-    max_steps: int | Most,
+    max_steps: int,
     history: bool,
     bar: Bar,
 ) -> FullBatchRun:
     """Make all steps, in several calls of one program. Between calls, more history is
     allocated, the progress bar is updated and Ctrl-C is noticed."""
-    leaves = jax.tree.leaves((setting, data, start))
-    # Part of the cache key: 3 == 3.0, but they need different programs.
-    types = tuple(map(type, leaves))
+    leaves, types = jax.tree.leaves((setting, data, start)), _types(setting, data, start)
 
     def whole() -> FullBatchRun:
-        most = max_steps if isinstance(max_steps, Most) else Most(max_steps, max_steps)
-        sizes = most.num_rows, history, types
-        run = _steps(setting, data, start, None, sizes, jnp.array(most.num_steps))
-        return FullBatchRun(*run, is_interrupted=False)
+        most = Most(max_steps, max_steps if history else 0)
+        return steps_inside(setting, data, start, most)
 
     # Inside another compiled program, make all steps in one call. The new array is traced
     # there, even if all leaves are constants that the program closes over.
-    if isinstance(max_steps, Most) or is_traced([jnp.zeros(()), *leaves]):
+    if is_traced([jnp.zeros(()), *leaves]):
         return whole()
     num_rows = min(rows_for(max_steps), _MOST_ROWS)
     sizes = num_rows, history, types

@@ -34,6 +34,14 @@ COUNTS = ("step", "epoch", "num_feature_updates")
 _OF_GROUP = "loss/"
 
 
+def of_full_batch(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a full-batch run, all of whose steps are feature updates, in
+    their order."""
+    if "num_feature_updates" in rows:
+        rows = {**rows, "step": rows["num_feature_updates"]}
+    return {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
+
+
 class History(eqx.Module, Mapping[str, Any]):
     r"""A table of a run, with one row for each step. The loss and its gradient in a row
     are evaluated before the step, on the examples of the step.

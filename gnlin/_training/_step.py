@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._canonical import needed
@@ -28,6 +28,19 @@ from ._solution import columns_of
 Shapes = PyTree[jax.ShapeDtypeStruct]
 
 
+class Kept(NamedTuple):
+    """The last linearisation of a run, with its Jacobian as a matrix."""
+
+    point: PyTree[Array]
+    outputs: PyTree[Array]
+    matrix: Float[Array, "m p"]
+
+    def is_at(self, y: PyTree[Array]) -> Bool[Array, ""]:
+        """Whether the linearisation is at this point."""
+        here, there = (_tree.ravel_pytree(point)[0] for point in (self.point, y))
+        return jnp.all(here == there)
+
+
 class Carry(NamedTuple):
     """The state that one step passes to the next."""
 
@@ -35,6 +48,7 @@ class Carry(NamedTuple):
     solver_state: State
     model_state: PyTree
     watch: Watch | None
+    kept: Kept | None = None
 
     @property
     def loss(self) -> Scalar:
@@ -57,6 +71,7 @@ class StepSettings(NamedTuple):
     streaming: bool = False  # whether each step sees another batch
     places: Places = Places()
     prior: Prior | None = None
+    keeps: bool = False  # whether to keep the last linearisation
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -183,7 +198,12 @@ def begin(
     if setting.divergence is not None:
         zero = jnp.zeros((), state.report.loss.dtype)
         watch = Watch(zero, zero, zero, parameters, jnp.zeros((), int))
-    return Carry(parameters, state, model_state, watch)
+    kept = None
+    if setting.keeps:
+        shape = _tree.size(outputs), _tree.size(parameters)
+        matrix = jnp.zeros(shape, _tree.dtype(parameters))
+        kept = Kept(parameters, _tree.zeros_like(outputs), matrix)
+    return Carry(parameters, state, model_state, watch, kept)
 
 
 def advanced(
@@ -196,7 +216,7 @@ def advanced(
     """Make one step. Return the new state, its row of the history, and whether a step was
     made, which is false if the run has ended."""
     solver, fn, has_aux = setting.solver, setting.function(), setting.network.has_state
-    evaluate = lambda y: setting.outputs(y, args)
+    evaluate, kept = lambda y: setting.outputs(y, args), carry.kept
     if setting.streaming:
         with sharded(setting.places):
             y, state, now, aux = solver.advance_stream(
@@ -206,6 +226,9 @@ def advanced(
         budget, begun = solver.memory_budget, carry.solver_state
         point = solver.next_point(carry.parameters, begun)
         lin, aux = linearised(fn, point, args, has_aux, budget)
+        if kept is not None:
+            lin = lin.materialise()
+            kept = Kept(lin.point, lin.outputs, lin.matrix())
         is_random = setting.is_random(carry.parameters, args)
         with sharded(setting.places):
             y, state = solver.advance(
@@ -241,4 +264,4 @@ def advanced(
         moved = state.counts.num_feature_updates > before
     print_row(solver.verbose, row, number + 1, moved)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
-    return Carry(y, state, model_state, watch), row, moved
+    return Carry(y, state, model_state, watch, kept), row, moved
