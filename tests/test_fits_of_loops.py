@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import pytest
 import scipy.optimize
 
@@ -155,3 +156,52 @@ def test_copies_of_the_function(monkeypatch):
     fit = gnlin.curve_fit(f, x, y, np.array([1.9, 1.4]))
     assert np.all(np.abs(fit.parameters - true) <= 5 * fit.standard_errors)
     assert found == [2]  # of the trials and of the linearisation
+
+
+def noisy(p, x, size=1e-5):
+    """Return a curve with an error that the derivative does not know, like that of a
+    differential equation solved to a tolerance."""
+    error = size * jnp.sin(x * jnp.sum(p) / size)
+    return looped(p, x) + jax.lax.stop_gradient(error)
+
+
+def test_a_run_that_stands_still_close_to_the_minimum_has_converged():
+    x, y = data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = gnlin.curve_fit(noisy, x, y, np.array([1.0, 1.0]))
+    exact = gnlin.curve_fit(looped, x, y, np.array([1.0, 1.0]))
+    assert fit.result == optx.RESULTS.successful
+    away = (fit.parameters - exact.parameters) / exact.standard_errors
+    # The distance from the minimum is estimated well.
+    errors = np.sqrt(np.diag(exact.covariance_matrix))
+    correlation = exact.covariance_matrix / np.outer(errors, errors)
+    length = np.linalg.solve(np.linalg.cholesky(correlation), away)
+    np.testing.assert_allclose(fit._end.distance, np.linalg.norm(length), rtol=0.3)
+    assert "to within 0.006 standard errors" in str(fit)
+    assert float(exact._end.distance) < 1e-9
+    assert "within" not in str(exact)
+    # Data sets at once are judged alike.
+    f = functools.partial(noisy, size=3e-6)
+    both = gnlin.curve_fit(f, x, np.stack([y, y + 0.001 * x]), np.array([1.0, 1.0]))
+    assert np.all(both.result == optx.RESULTS.successful)
+
+
+def test_a_run_that_stands_still_elsewhere_has_not():
+    x, y = data()
+    rough = lambda p, x: noisy(p, x) + jax.lax.stop_gradient(0.1 * jnp.sin(1e3 * p[0]))
+    with pytest.warns(UserWarning, match="stands still"):
+        fit = gnlin.curve_fit(rough, x, y, np.array([1.0, 1.0]))
+    assert fit.result == optx.RESULTS.stagnation
+    assert float(fit._end.distance) > 1e-2
+
+
+def test_a_step_that_does_not_move_ends_the_run():
+    """The run would linearise at the same point ten times."""
+    x, y = data()
+    rough = lambda p, x: noisy(p, x) + jax.lax.stop_gradient(0.1 * jnp.sin(1e3 * p[0]))
+    with pytest.warns(UserWarning, match="stands still"):
+        fit = gnlin.curve_fit(rough, x, y, np.array([1.0, 1.0]))
+    lengths = fit.history["step_norm"]
+    size = np.linalg.norm(fit.parameters)
+    assert np.sum(lengths < 1e-16 * size) <= 1

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _MOST = 0.5
 # More outliers than this part probably mean a worse minimum. Cauchy noise has 14 %.
 _MOST_OUTLYING = 0.25
+# A larger distance to the minimum, in standard errors, is told.
+_FAR = 1e-3
 # The most undetermined directions that a message describes.
 _MOST_DIRECTIONS = 3
 # The most parameters that a message names, if the likelihood has no maximum.
@@ -40,6 +42,8 @@ def reason(fit: "CurveFit") -> str:
     if fit._setting.many or isinstance(fit.chi_squared, Tracer):
         return ""
     converged = f"converged in {how_many(int(fit.num_steps), 'step')}"
+    if (distance := float(fit._end.distance)) > _FAR:
+        converged += f", to within {distance:.1g} standard errors"
     return _without_maximum(fit) or _failure(fit) or converged
 
 
@@ -71,10 +75,13 @@ def _failure(fit: "CurveFit") -> str:
     if name == "nonfinite" and not loss <= np.finfo(np.float64).max ** 0.5:
         return "the residuals' squares overflow: start closer, or take larger units of y"
     if name == "stagnation" and fit._setting.curve.has_loops:
+        distance = float(fit._end.distance)
+        where = ": the steps are small and the gradient is not"
+        if np.isfinite(distance):
+            where = f", an estimated {distance:.1g} standard errors from the minimum"
         return (
-            "it stands still: the steps are small and the gradient is not. `f` has "
-            "loops, such as the solution of a differential equation: lower the "
-            "tolerances at which they end"
+            f"it stands still{where}. `f` has loops, such as the solution of a "
+            "differential equation: lower the tolerances at which they end"
         )
     return why_it_ended(fit.result).rstrip(".")
 

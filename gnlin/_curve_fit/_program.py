@@ -236,7 +236,7 @@ def _statistics(
         "residuals": residuals[: data.y.size],
         "x": None if data.sigma_x is None else data.moved(variables["x"]),
         "losses": None,
-        "result": end.result,
+        "result": fitted.judged(end.result),
         "history": end.history,
         "num_steps": end.num_steps,
     }

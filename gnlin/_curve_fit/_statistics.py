@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
 from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._linear_algebra._covariance import Covariance, covariance
+from .._solver._termination import STANDS_STILL
 from ..losses import SquaredError
 from ..losses._base import has_observed_root
 from ..losses._robust import AbstractRobust, reweighted
@@ -18,6 +20,12 @@ from ._likelihood import Likelihood
 from ._not_finite import NonFinite
 from ._problem import FitSettings, flat_box, Posed
 from ._undetermined import Totals
+
+
+# A run that stands still within this part of a standard error of the minimum has
+# converged, as in MINUIT, whose limit is 0.014. The tolerances with which a differential
+# equation is solved rarely allow a gradient of zero.
+_NEAR = 1e-2
 
 
 class Fitted(NamedTuple):
@@ -29,6 +37,8 @@ class Fitted(NamedTuple):
     - `variance`: the factor of the covariance, estimated or 1.
     - `bend`: the mean second derivative of the loss, which is 1 for squared error.
     - `noise`: the estimated standard deviation of the residuals, in units of sigma.
+    - `distance`: the estimated distance to the minimum, in standard errors: the length of
+        the next Gauss-Newton step, in the metric of the covariance.
     - `nonfinite`: where the curve or its derivative is not finite.
     - `edge`: a point whose rate has fallen to 0, or -1.
     """
@@ -42,8 +52,14 @@ class Fitted(NamedTuple):
     variance: Scalar
     bend: Scalar
     noise: Scalar
+    distance: Scalar
     nonfinite: NonFinite
     edge: int | Int[Array, ""] = -1
+
+    def judged(self, result: optx.RESULTS) -> optx.RESULTS:
+        """Return how the run ended, given the result of the solver."""
+        has_converged = (result == STANDS_STILL) & (self.distance <= _NEAR)
+        return optx.RESULTS.where(has_converged, optx.RESULTS.successful, result)
 
 
 def as_fitted(
@@ -102,6 +118,7 @@ def as_fitted(
     variance = jnp.where(dof > 0, variance, jnp.inf)
     if not setting.is_estimated:
         variance = jnp.ones_like(number)
+    distance = jnp.linalg.norm(_tree.matmul(pull, known.factor)) / jnp.sqrt(variance)
     end = Fitted(
         parameters,
         loss,
@@ -112,6 +129,7 @@ def as_fitted(
         variance=variance,
         bend=bend,
         noise=jnp.where(dof > 0, noise, jnp.inf),
+        distance=jnp.where(jnp.isfinite(variance), distance, jnp.inf),
         nonfinite=nonfinite,
     )
     is_extreme = known.extreme[:, None] | known.extreme[None]

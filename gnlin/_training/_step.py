@@ -37,8 +37,7 @@ class Kept(NamedTuple):
 
     def is_at(self, y: PyTree[Array]) -> Bool[Array, ""]:
         """Whether the linearisation is at this point."""
-        here, there = (_tree.ravel_pytree(point)[0] for point in (self.point, y))
-        return jnp.all(here == there)
+        return _tree.same(self.point, y)
 
 
 class Carry(NamedTuple):
