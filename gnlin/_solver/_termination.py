@@ -116,7 +116,7 @@ def verdict(
     # Single steps may gain less than the rounding while their sum gains more.
     still_loss = jnp.where(state.num_still == 0, loss, state.still_loss)
     quiet = (jnp.abs(gained) <= rounding) & (still_loss - loss <= rounding)
-    small = _is_within(solver, atol, update.y, step, now, then)
+    small, moves = _size_of_step(solver, atol, update.y, step, now, then)
     if update.problem is None and objective.is_quadratic and not update.searched:
         # A step also counts as small if the outputs' rounding hides its decrease. In
         # single precision, a linear problem whose residuals vanish then converges in
@@ -126,11 +126,14 @@ def verdict(
         outputs = jax.tree.map(jnp.subtract, then, zeros)
         size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
         small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
+    more = jnp.where(on_detour, 0, 1)
+    if update.searched:  # The next linearisation will be this one.
+        more = jnp.where(moves | on_detour, more, _MOST_STILL)
     return Ended(
         arrived,
         # A detour that is lost takes no step.
         settled=small & ~on_detour,
-        num_still=jnp.where(quiet, state.num_still + jnp.where(on_detour, 0, 1), 0),
+        num_still=jnp.where(quiet, state.num_still + more, 0),
         still_loss=still_loss,
         result=optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, update.result),
     )
@@ -156,16 +159,17 @@ def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array
     return parameters if is_tree else _tree.ravel_pytree(parameters)[0]
 
 
-def _is_within(
+def _size_of_step(
     solver: "AbstractGaussNewton",
     atol: Scalar,
     y: PyTree[Array],
     step: PyTree[Array],
     residual: PyTree[Array],
     old_residual: PyTree[Array],
-) -> Bool[Array, ""]:
+) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
     """Whether a step was within the tolerances for each parameter and for the norm of
-    the residuals. The relative tolerance is at least 4 eps."""
+    the residuals, and whether it has changed a parameter. The relative tolerance is at
+    least 4 eps."""
     eps = _tree.eps((y, residual))
     change = jax.tree.map(jnp.subtract, residual, old_residual)
 
@@ -181,8 +185,9 @@ def _is_within(
     of_y = _tree.cast_like(step, y)
     each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
     # A finite step may lead to a point that is not finite.
-    small_step = (norm(each) < 1) & _tree.all_finite(y)
-    return small_change & small_step
+    size = norm(each)
+    small_step = (size < 1) & _tree.all_finite(y)
+    return small_change & small_step, size != 0
 
 
 def has_arrived(
