@@ -9,8 +9,11 @@ Student's quantile were used for them (Hesterberg). It stays within the statisti
 bounds, and with few seeds it is too narrow. With at most ten it is therefore the wider
 one of this and Student's, which may leave these bounds. The p-value
 is found by inverting the interval. Beyond the range of the resamples it is Student's
-p-value, which is close to it there. It may be smaller than an exact test of a few seeds
-could give, so the page has the least p-value of such a test beside it.
+p-value, which is close to it there. Student's interval and p-value are exact for a mean.
+For other statistics, which have no exact standard error, they are approximate: the
+standard error is the spread of the resamples, widened. The p-value may be smaller than an
+exact test of a few seeds could give, so the page has the least p-value of such a test
+beside it.
 
 ??? cite "References"
 
@@ -153,16 +156,20 @@ class _Resampled:
     low: float
     high: float
     resamples: Float[ndarray, " resamples"]
+    error: float
+    """The standard error of the estimate. It is exact for a mean."""
 
 
-def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
+def _resample(
+    values: Float[ndarray, "seeds ..."], statistic: Statistic | None
+) -> _Resampled:
     n = len(values)
     mean = statistic is None
     assert not mean or values.ndim == 1
     of = (lambda x: float(np.mean(x))) if statistic is None else statistic
     if n < 2:
         estimate = of(values) if n else np.nan
-        return _Resampled(n, estimate, -np.inf, np.inf, np.full(1, estimate))
+        return _Resampled(n, estimate, -np.inf, np.inf, np.full(1, estimate), np.inf)
     expanded = 2 * special.ndtr(_widening(n) * _quantile(n)) - 1
     with warnings.catch_warnings():
         # If resamples give NaN, the interval has no ends, and the claim is undecided.
@@ -179,12 +186,14 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
         )
     low, high = interval.confidence_interval
     resamples = np.asarray(interval.bootstrap_distribution)
+    spread = float(resamples.std())
+    error = float(values.std(ddof=1) / np.sqrt(n)) if mean else _widening(n) * spread
     if np.ptp(resamples) == 0:  # percentiles of equal values may differ by rounding
         low = high = resamples[0]
     elif n < _FEW:
-        half = _quantile(n) * _widening(n) * resamples.std()
+        half = _quantile(n) * error
         low, high = min(low, of(values) - half), max(high, of(values) + half)
-    return _Resampled(n, of(values), float(low), float(high), resamples)
+    return _Resampled(n, of(values), float(low), float(high), resamples, error)
 
 
 def _widening(n: int) -> float:
@@ -219,14 +228,15 @@ def _beyond(found: _Resampled, bound: float, side: int) -> float:
     if np.ptp(resamples) == 0:  # the spread is unknown, so only the signs count
         return 0.5**n if distance > 0 else 1.0
     reached = np.sum(resamples <= side * bound)
-    z = special.ndtri(max(reached, _RESOLVED) / len(resamples))
+    t_of = lambda number: special.ndtri(number / len(resamples)) / _widening(n)
+    t = t_of(max(reached, _RESOLVED))
     if n < _FEW:
-        z = -distance / resamples.std()
+        t = -distance / found.error
     elif reached < _RESOLVED:
-        z = min(z, -distance / resamples.std())
+        t = min(t, -distance / found.error)
     if reached:  # the p-value is at least what their share gives, as in the interval
-        z = max(z, special.ndtri(reached / len(resamples)))
-    return float(stats.t.cdf(z / _widening(n), n - 1))
+        t = max(t, t_of(reached))
+    return float(stats.t.cdf(t, n - 1))
 
 
 def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) -> str:

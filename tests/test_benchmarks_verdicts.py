@@ -48,10 +48,32 @@ def test_a_few_resamples_beyond_a_bound_count_as_they_do_in_the_interval(number)
     """Student's alone would take a skewed statistic to be further away."""
     resamples = np.ones(1_999)
     resamples[:number] = 1.6
-    found = verdicts._Resampled(6, 1.0, 1.0, 1.0, resamples)
+    error = np.sqrt(6 / 5) * resamples.std()
+    found = verdicts._Resampled(6, 1.0, 1.0, 1.0, resamples, error)
     share = stats.norm.ppf(number / 1_999) / np.sqrt(6 / 5)
     p = verdicts._beyond(found, 1.5, -1)
     assert p == pytest.approx(stats.t.cdf(share, 5))
+
+
+@pytest.mark.parametrize("values", [[0.4, 0.7], [0.4, 0.7, 1.3], [0.1, 0.2, 0.4, 0.3]])
+def test_the_interval_and_the_level_of_the_mean_of_few_seeds_are_students(values):
+    # The mean of so few values has no resamples beyond Student's interval or the bound.
+    found, exact = judged(values, above=-0.5), stats.ttest_1samp(values, -0.5)
+    ends = tuple(exact.confidence_interval())
+    assert (found.low, found.high) == pytest.approx(ends, rel=1e-10)
+    assert found.p == pytest.approx(exact.pvalue, rel=1e-10)
+
+
+@pytest.mark.parametrize("number", range(2, 11))
+def test_no_mean_of_up_to_ten_seeds_is_surer_than_students_test(number):
+    for seed in range(5):
+        values = np.random.default_rng(seed).normal(1.0, 1.0, number)
+        for bound in (0.0, 0.5):
+            found, exact = judged(values, above=bound), stats.ttest_1samp(values, bound)
+            low, high = exact.confidence_interval()
+            assert found.low <= low + 1e-10
+            assert found.high >= high - 1e-10
+            assert found.p >= exact.pvalue * (1 - 1e-10) or values.mean() < bound
 
 
 def test_the_interval_is_the_same_without_a_verdict():
