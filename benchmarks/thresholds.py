@@ -52,10 +52,13 @@ PART_OF_GUESSING = 0.05
 """A network counts as trained once its training loss is at most this share of the least
 loss of outputs that are the same for all examples. The rule holds for any task: for the
 cross-entropy of ten digits the bound is 0.115, and for the squared error 95 % of the
-variance is explained."""
+variance is explained. Runs that are compared at equal training loss must reach
+`TRAINED_LOSS` instead."""
 TRAINED_LOSS = 0.01
 """Runs that are compared at equal training loss end at this mean cross-entropy: the
-network gives the right classes of the training images a probability of 99 %."""
+network gives the right classes of the training images a probability of 99 %. Runs that do
+not reach it are not at equal loss, and do not count (`k-sweep`, `lambda-sweep-cnn`,
+`solved-subproblem`)."""
 SHORT = 0.1
 """A period is short if it is at most this share of the steps that train the network with
 K = 1. The paper's K up to 10^4 are at most a hundredth of its runs."""

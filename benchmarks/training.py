@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Float, Int, Key, PyTree, ScalarLike
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, ScalarLike
 from numpy import ndarray
 
 import gnlin
@@ -833,15 +833,19 @@ def optimally_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
 def where_trained(
     values: Float[ndarray, "seeds ..."], *all_runs: Runs
 ) -> Float[ndarray, "seeds ..."]:
-    """Return the values, with NaN for seeds whose run on mini-batches is not trained. The
-    loss is averaged over the last tenth of the looks, since the loss of one batch is
-    noisy."""
+    """Return the values, with NaN for seeds whose run on mini-batches is not trained."""
     finished = np.ones(len(values), bool)
     for runs in all_runs:
-        loss = runs["train_loss"]
-        last = loss[:, -max(loss.shape[1] // 10, 1) :].mean(axis=1)
-        finished &= last <= PART_OF_GUESSING * runs.final("guessing_loss")
+        finished &= is_trained(runs)
     return np.where(finished.reshape(-1, *(1,) * (values.ndim - 1)), values, np.nan)
+
+
+def is_trained(runs: Runs) -> Bool[ndarray, " seeds"]:
+    """Return whether each run on mini-batches is trained. The loss is averaged over the
+    last tenth of the looks, since the loss of one batch is noisy."""
+    loss = runs["train_loss"]
+    last = loss[:, -max(loss.shape[1] // 10, 1) :].mean(axis=1)
+    return last <= PART_OF_GUESSING * runs.final("guessing_loss")
 
 
 def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " seeds"]:

@@ -89,6 +89,7 @@ def judge(
     *,
     statistic: Statistic | None = None,
     untested: str = "",
+    lacking: str = "",
 ) -> Verdict:
     """Judge a claim. It is confirmed if the interval lies between the bounds, refuted if
     it lies beyond one of them, and otherwise undecided. It is not tested if too many
@@ -97,6 +98,7 @@ def judge(
     - `values`: one for each seed. Seeds without a finite value are left out and counted.
     - `statistic`: a function of the values; their mean by default.
     - `untested`: why the runs cannot decide, such as a ceiling; empty if they can.
+    - `lacking`: why seeds have no value, if any have none (`benchmarks/shortfall.py`).
     """
     values = np.asarray(values, float)
     known = np.isfinite(values).any(axis=tuple(range(1, values.ndim)))
@@ -107,6 +109,7 @@ def judge(
         untested = untested or "the grid has too few values"
     elif not untested and num_left_out > MOST_LEFT_OUT * len(values):
         untested = f"{num_left_out} of {len(values)} seeds have no value"
+        untested += f": {lacking}" if lacking else ""
     outcome = UNDECIDED
     if untested:
         outcome = NOT_TESTED

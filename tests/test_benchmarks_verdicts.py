@@ -244,6 +244,10 @@ def test_seeds_without_a_value_are_counted_and_too_many_of_them_prevent_the_test
     assert (judged(one).outcome, judged(one).num_left_out) == ("confirmed", 1)
     assert (judged(two).outcome, judged(two).p) == (NOT_TESTED, 1)
     assert judged(two).note == "2 of 7 seeds have no value"
+    why = "K = 1 did not end"
+    told = judge("a", "b", two, bounded(above=0), lacking=why)
+    assert told.note == f"2 of 7 seeds have no value: {why}"
+    assert why not in judge("a", "b", one, bounded(above=0), lacking=why).note
     assert thresholds.MOST_LEFT_OUT == 0.25
 
 

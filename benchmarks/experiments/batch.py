@@ -13,6 +13,7 @@ import numpy as np
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, BLUE, figure, shades, VERMILION
+from ..shortfall import untrained
 from ..training import Columns, Images
 from ..verdicts import at_ceiling, judge, Verdict
 
@@ -86,6 +87,7 @@ def judge_all(settings: Batch, all_runs: Sequence[Runs]) -> list[Verdict]:
     }
     apart = np.abs(accuracy[FULL_BATCH] - accuracy[MINI_BATCHES])
     finished = lambda values: training.where_trained(values, *all_runs)
+    lacking = untrained(*all_runs)
     finals = [runs.final("test_accuracy") for runs in all_runs]
     return [
         judge(
@@ -94,6 +96,7 @@ def judge_all(settings: Batch, all_runs: Sequence[Runs]) -> list[Verdict]:
             finished(apart[:, :, -1].mean(axis=0)),
             thresholds.SAME_PICTURE,
             untested=at_ceiling(*finals),
+            lacking=lacking,
         ),
         judge(
             "Full batch and mini-batches have the same test accuracy throughout training",
@@ -101,6 +104,7 @@ def judge_all(settings: Batch, all_runs: Sequence[Runs]) -> list[Verdict]:
             "training",
             finished(apart.mean(axis=(0, 2))),
             thresholds.SAME_PICTURE,
+            lacking=lacking,
         ),
     ]
 

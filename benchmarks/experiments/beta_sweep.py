@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 import gnlin
@@ -30,6 +30,7 @@ from .. import scores, thresholds, training
 from ..dry_run import Tally
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, ORANGE, shades, VERMILION
+from ..shortfall import short_of, TRAINED
 from ..training import Columns, Images
 from ..verdicts import at_ceiling, judge, slope, Verdict
 
@@ -169,10 +170,12 @@ def passes(runs: Runs) -> Float[ndarray, " seeds"]:
 
 def accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
     """Return the test accuracy; NaN for seeds that are not trained."""
-    trained = runs.final("train_loss") <= thresholds.PART_OF_GUESSING * runs.final(
-        "guessing_loss"
-    )
-    return np.where(trained, runs.final("test_accuracy"), np.nan)
+    return np.where(is_trained(runs), runs.final("test_accuracy"), np.nan)
+
+
+def is_trained(runs: Runs) -> Bool[ndarray, " seeds"]:
+    guessing = runs.final("guessing_loss")
+    return runs.final("train_loss") <= thresholds.PART_OF_GUESSING * guessing
 
 
 def against_best(
@@ -246,6 +249,7 @@ def judge_all(settings: BetaSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
             slope(x, accuracies),
             thresholds.RISES,
             untested=at_ceiling(*accuracies.T),
+            lacking=short_of(TRAINED, fixed, is_trained),
         ),
     ]
 

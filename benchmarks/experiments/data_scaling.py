@@ -17,6 +17,7 @@ from numpy import ndarray
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
+from ..shortfall import untrained
 from ..solved import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
@@ -98,6 +99,16 @@ def errors(
 def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
     x, first = np.log10(settings.sizes), min(settings.periods)
     found = {k: np.log10(errors(settings, all_runs, k)) for k in settings.periods}
+
+    def lacking(*periods, sizes=settings.sizes):
+        runs = [
+            only(all_runs, period=period, num_train=size)
+            for period in periods
+            for size in sizes
+            if period < math.inf
+        ]
+        return untrained(*runs)
+
     verdicts = [
         judge(
             f"With more data, the error for K = {period:g} falls as fast as for K = "
@@ -106,6 +117,7 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
             f"less K = {first:g}",
             slope(x, found[period]) - slope(x, found[first]),
             thresholds.SCALES_ALIKE,
+            lacking=lacking(first, period),
         )
         for period in settings.periods
         if first < period < math.inf
@@ -128,18 +140,21 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"less K = {first:g}",
                 slope(x, found[math.inf]) - slope(x, found[first]),
                 thresholds.RISES,
+                lacking=lacking(first),
             ),
             judge(
                 f"{larger} at {largest}",
                 f"{ratio} test_accuracy",
                 (found[math.inf] - found[first])[:, -1],
                 thresholds.RISES,
+                lacking=lacking(first, sizes=settings.sizes[-1:]),
             ),
             judge(
                 f"{larger}, stopped early on validation images, at {largest}",
                 f"{ratio} validation_accuracy",
                 (found[math.inf] - by_validation)[:, -1],
                 thresholds.RISES,
+                lacking=lacking(first, sizes=settings.sizes[-1:]),
             ),
         ]
     return verdicts

@@ -15,6 +15,7 @@ from numpy import ndarray
 from .. import thresholds, training
 from ..experiment import Runs
 from ..figures import figure
+from ..shortfall import untrained
 from ..verdicts import judge, Verdict
 from . import large_k_augmented
 from .large_k_augmented import caption, COLOURS, ends, LargeK, SHARE, share_of_the_way
@@ -71,6 +72,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             training.where_trained(way_of_the_first(first, last), first, last),
             thresholds.FIFTH_OF_THE_WAY,
             statistic=lambda ways: float(np.median(ways)),
+            lacking=untrained(first, last),
         ),
     ]
 

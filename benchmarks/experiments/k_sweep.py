@@ -19,7 +19,8 @@ K.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from ..figures import (
     VERMILION,
 )
 from ..scores import loss_of
+from ..shortfall import uncounted
 from ..solved import described, MOST_STEPS, train_solving
 from ..thresholds import MOST_UNFINISHED, SHORT
 from ..training import Columns, Images
@@ -263,8 +265,15 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
     line = _line(settings, all_runs, DESCENT)
     length = training_length(settings, line)
     verdicts = []
+    at_k = {runs.point["period"]: runs for runs in line}
+    pairs = _of_equal_strength(settings, all_runs)
+
+    def lacking(above, up_to):
+        some = [k for k in at_k if k == min(at_k) or above < k <= up_to]
+        return uncounted(settings, *(at_k[k] for k in some if is_tested(settings, k)))
+
     for which, of in STATISTICS.items():
-        by_k = {runs.point["period"]: of(runs) for runs in line}
+        by_k = {period: of(runs) for period, runs in at_k.items()}
         first, longest = by_k[min(by_k)], max(by_k)
         shortest = f"K = {min(by_k):g}"
         untested = ""
@@ -286,6 +295,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 shortest,
                 first,
                 _in_range(apart, 0, SHORT * length),
+                lacking(0, SHORT * length),
             ),
             _like_first(
                 f"K up to {largest:g}, {largest / length:.2g} times the training "
@@ -293,6 +303,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 shortest,
                 first,
                 _in_range(apart, 0, PAPERS_LIMIT),
+                lacking(0, PAPERS_LIMIT),
             ),
             judge(
                 f"Beyond {SHORT:.0%} of the training length, test accuracy first rises "
@@ -301,6 +312,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"other seeds) less {shortest}",
                 rise(_in_range(between, SHORT * length, longest)),
                 thresholds.RISES,
+                lacking=lacking(SHORT * length, longest),
             ),
             judge(
                 f"{in_units} is less accurate than {shortest}, {which}",
@@ -308,6 +320,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 by_k[longest] - first,
                 thresholds.FALLS,
                 untested=untested,
+                lacking=uncounted(settings, at_k[min(at_k)], at_k[longest]),
             ),
             judge(
                 f"{in_units} approaches truncated Gauss-Newton, {which}",
@@ -316,13 +329,17 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 by_k[longest] - of(solved),
                 thresholds.REACHED_BY_TRUNCATED,
                 untested=untested,
+                lacking=uncounted(settings, at_k[longest], solved),
             ),
             judge(
                 f"Damping is more accurate than K steps of equal strength, {which}",
                 "difference in test accuracy, damping 1/(eta K) less K steps, mean over "
                 "K",
-                _gain_by_damping(settings, all_runs, of),
+                np.mean([of(damped) - of(runs) for damped, runs in pairs], axis=0)
+                if pairs
+                else [],
                 thresholds.RISES,
+                lacking=uncounted(settings, *itertools.chain(*pairs)),
             ),
         ]
     return verdicts
@@ -341,6 +358,7 @@ def _like_first(
     shortest: str,
     first: Float[ndarray, " seeds"],
     apart: Float[ndarray, "seeds periods"],
+    lacking: str,
 ) -> Verdict:
     # A seed counts only if all of its runs do.
     whole = np.isfinite(apart).all(axis=1, keepdims=True)
@@ -352,20 +370,19 @@ def _like_first(
         thresholds.LIKE_FIRST,
         statistic=lambda apart: float(np.abs(apart.mean(axis=0)).max()),
         untested=at_ceiling(first, *(first + each for each in apart.T)),
+        lacking=lacking,
     )
 
 
-def _gain_by_damping(
-    settings: KSweep, all_runs: Sequence[Runs], of: Callable[[Runs], ndarray]
-) -> Float[ndarray, " seeds"]:
-    """Return by how much damping is better than K steps of equal strength, mean over K;
-    NaN for seeds with an unfinished run."""
+def _of_equal_strength(
+    settings: KSweep, all_runs: Sequence[Runs]
+) -> list[tuple[Runs, Runs]]:
+    """Return the runs with damping, each with those of K steps of equal strength."""
     by_descent, damped = (
-        {runs.point["period"]: of(runs) for runs in _line(settings, all_runs, solver)}
+        {runs.point["period"]: runs for runs in _line(settings, all_runs, solver)}
         for solver in (DESCENT, DAMPED)
     )
-    better = [damped[k] - by_descent[k] for k in damped if is_tested(settings, k)]
-    return np.mean(better, axis=0) if better else np.zeros(0)
+    return [(damped[k], by_descent[k]) for k in damped if is_tested(settings, k)]
 
 
 def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:

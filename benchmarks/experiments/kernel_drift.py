@@ -29,6 +29,7 @@ from .. import own_task, scores, thresholds, training
 from ..dry_run import Tally
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, shades
+from ..shortfall import untrained
 from ..training import Columns, Draw, Images
 from ..verdicts import at_ceiling, judge, Verdict
 
@@ -259,6 +260,7 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"{1 / PARTS:.0%} of the steps over the fastest other {1 / PARTS:.0%}",
                 training.where_trained(ratio, runs),
                 thresholds.RISES,
+                lacking=untrained(runs),
             ),
             judge(
                 f"With K = {period:,} most of the kernel's change is at the start of "
@@ -267,6 +269,7 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"the kernel turns, summed over {PARTS} parts of the training",
                 training.where_trained(share, runs),
                 thresholds.FASTEST_EARLY,
+                lacking=untrained(runs),
             ),
         ]
     return verdicts + _judge_features(settings, all_runs)

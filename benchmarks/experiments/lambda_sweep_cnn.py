@@ -29,6 +29,7 @@ from ..dry_run import Tally
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLUE, figure, GREEN, ORANGE, VERMILION
 from ..scores import loss_of, number_of
+from ..shortfall import uncounted
 from ..solved import TOLERANCE
 from ..thresholds import MOST_UNFINISHED
 from ..training import Columns, Images
@@ -203,7 +204,9 @@ def left_out(runs: Runs) -> Columns:
 def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdict]:
     judged = usable(settings, all_runs)
     accuracy = finals(settings, all_runs, "test_accuracy").T[:, judged]
-    x = np.log10(np.asarray(settings.dampings)[judged])
+    dampings = np.asarray(settings.dampings)[judged]
+    x = np.log10(dampings)
+    kept = [only(all_runs, solved_by=None, damping=each) for each in dampings]
     verdicts = [
         judge(
             "More damping generalises better",
@@ -212,6 +215,7 @@ def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdic
             slope(x, accuracy) if len(x) > 2 else [],
             thresholds.RISES,
             untested="" if len(x) > 2 else "runs are trained at too few dampings",
+            lacking=uncounted(settings, *kept),
         )
     ]
     if settings.compared:

@@ -23,6 +23,7 @@ from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
 from ..networks.cnn import ConvNet
 from ..probe import linear_probe
+from ..shortfall import untrained
 from ..training import Columns, Images, Labelled
 from ..verdicts import at_ceiling, judge, Verdict
 
@@ -130,6 +131,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     name, other = f"K = {last.point['period']:,}", f"K = {first.point['period']}"
     stopped = training.early_stopped
     finished = lambda values: training.where_trained(values, first, last)
+    lacking = untrained(first, last)
     return [
         judge(
             f"{name} ends nearly as accurate as {other}",
@@ -137,6 +139,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             finished(last.final("test_accuracy") - first.final("test_accuracy")),
             thresholds.NO_LESS_ACCURATE,
             untested=at_ceiling(*(runs.final("test_accuracy") for runs in (first, last))),
+            lacking=lacking,
         ),
         judge(
             f"Stopped early, {name} is nearly as accurate as {other}",
@@ -145,6 +148,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             finished(stopped(last) - stopped(first)),
             thresholds.NO_LESS_ACCURATE,
             untested=at_ceiling(stopped(first), stopped(last)),
+            lacking=lacking,
         ),
         judge(
             "8 to 12 feature updates suffice",
@@ -152,6 +156,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             f"early-stopped {other} (one more than the run has if it never is)",
             finished(training.updates_to(last, stopped(first) - 0.01)),
             thresholds.ENOUGH_UPDATES,
+            lacking=lacking,
         ),
     ]
 

@@ -12,6 +12,7 @@ import numpy as np
 from .. import thresholds, training
 from ..experiment import Runs
 from ..figures import figure
+from ..shortfall import untrained
 from ..verdicts import at_ceiling, judge, Verdict
 from . import large_k_augmented
 from .large_k_augmented import (
@@ -29,6 +30,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
     small = f"K = {first.point['period']:,}"
     finished = lambda values: training.where_trained(values, first, last)
+    lacking = untrained(first, last)
     half = first["test_accuracy"].shape[1] // 2
     verdicts = []
     for layer in PROBED_LAYERS:
@@ -48,6 +50,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
                 finished(of_last[:, -1] - of_first[:, -1]),
                 thresholds.FALLS,
                 untested=at_ceiling(of_first[:, 0]),
+                lacking=lacking,
             ),
         ]
     behind = lambda name: first.final(name) - last.final(name)
@@ -67,6 +70,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             thresholds.FIFTH_OF_THE_WAY,
             statistic=lambda ways: float(np.median(ways)),
             untested=at_ceiling(first[deepest][:, 0]),
+            lacking=lacking,
         ),
         judge(
             "Large K loses less test accuracy than probe accuracy",
@@ -74,6 +78,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "same loss of the accuracy of the second layer's probes",
             finished(behind("test_accuracy") - behind(deepest)),
             thresholds.FALLS,
+            lacking=lacking,
         ),
     ]
     return verdicts

@@ -16,6 +16,7 @@ from numpy import ndarray
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
+from ..shortfall import untrained
 from ..solved import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
 from ..verdicts import at_ceiling, judge, Verdict
@@ -100,6 +101,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
             thresholds.WITHIN_MNIST,
             statistic=lambda finals: float(np.ptp(finals.mean(axis=0))),
             untested=at_ceiling(*(final[k] for k in periods)),
+            lacking=untrained(*(of[k] for k in periods)),
         )
 
     verdicts = [
@@ -114,6 +116,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     if first < longest and 4 * every <= longest <= settings.num_steps // 2:
         of_longest = levelling(of[longest], longest)
         trained = lambda values: training.where_trained(values, of[first], of[longest])
+        lacking = untrained(of[first], of[longest])
         look = int(longest // every) - 2  # the last before the first feature update
         verdicts += [
             judge(
@@ -123,6 +126,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"less K = {first:g} in the same steps",
                 trained(of_longest - levelling(of[first], longest)),
                 thresholds.RISES,
+                lacking=lacking,
             ),
             judge(
                 f"{longest:,.0f} steps on the linearised network learn less than as many "
@@ -134,6 +138,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
                     - of[first]["test_accuracy"][:, look]
                 ),
                 thresholds.FALLS,
+                lacking=lacking,
             ),
         ]
     if math.inf in settings.periods and finite:
@@ -147,6 +152,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
                     endless - np.min(list(final.values()), axis=0), *of.values()
                 ),
                 thresholds.FALLS,
+                lacking=untrained(*of.values()),
             )
         )
     return verdicts

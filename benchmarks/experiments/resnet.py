@@ -11,6 +11,7 @@ from pathlib import Path
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
+from ..shortfall import untrained
 from ..training import Columns, Images
 from ..verdicts import at_ceiling, judge, Verdict
 
@@ -98,6 +99,7 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
                 training.where_trained(best(last) - best(first), first),
                 thresholds.NO_LESS_ACCURATE,
                 untested=at_ceiling(best(first), best(last)),
+                lacking=untrained(first),
             )
         )
     shortest, longest = zip(
@@ -114,6 +116,7 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
             "network",
             training.where_trained(normalised - plain, *shortest),
             thresholds.RISES,
+            lacking=untrained(*shortest),
         )
     )
     return verdicts

@@ -31,6 +31,7 @@ from .. import thresholds, training
 from ..dry_run import Tally
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
+from ..shortfall import short_of, TRAINED
 from ..training import Columns, Images
 from ..verdicts import at_ceiling, judge, mean_of_seed, Verdict
 
@@ -218,6 +219,11 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
             (LAST, thresholds.FALLS),
         ):
             values = over_updates(all_runs, by, schedule, accuracy)
+            both = [
+                runs
+                for each in (schedule, CONSTANT)
+                for runs in select(all_runs, by=by, schedule=each)
+            ]
             word = "better" if threshold is thresholds.RISES else "worse"
             verdicts.append(
                 judge(
@@ -228,6 +234,7 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
                     mean_of_seed(values - evenly),
                     threshold,
                     untested=at_ceiling(*values.T, *evenly.T),
+                    lacking=short_of(TRAINED, both, trained),
                 )
             )
         last, first = (
@@ -243,9 +250,11 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
             )
         )
     most = max(settings.updates)
-    throughout = accuracy(only(all_runs, by=THROUGHOUT))
+    first = only(all_runs, by=THROUGHOUT)
+    throughout = accuracy(first)
     for schedule in (FIRST, CONSTANT):
-        own = accuracy(only(all_runs, by=STEPS, schedule=schedule, updates=most))
+        last = only(all_runs, by=STEPS, schedule=schedule, updates=most)
+        own = accuracy(last)
         verdicts.append(
             judge(
                 f"{WITH[STEPS]}: '{schedule}' with {most:,} feature updates is nearly as "
@@ -254,6 +263,7 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
                 own - throughout,
                 thresholds.NO_LESS_ACCURATE,
                 untested=at_ceiling(own, throughout),
+                lacking=short_of(TRAINED, [first, last], trained),
             )
         )
     return verdicts

@@ -20,6 +20,7 @@ import gnlin
 from .. import own_task, thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
+from ..shortfall import uncounted
 from ..solved import described, train_solving
 from ..training import Columns, Images
 from ..verdicts import at_ceiling, judge, Verdict
@@ -113,24 +114,28 @@ def judge_all(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> list[Verd
     stopped = {s: training.counted(r, training.early_stopped(r)) for s, r in runs.items()}
     worse = "Solving each problem ends less accurate than SGD with K = 1"
     less = "test accuracy, each problem solved less SGD"
+    lacking = uncounted(settings, runs[SOLVED], runs[SGD])
     return [
         judge(
             worse,
             f"difference in final {less}",
             final[SOLVED] - final[SGD],
             thresholds.FALLS,
+            lacking=lacking,
         ),
         judge(
             f"{worse}, by about as much as in the paper",
             f"difference in final {less}",
             final[SOLVED] - final[SGD],
             thresholds.AS_FAR_BEHIND,
+            lacking=lacking,
         ),
         judge(
             f"{worse}, if both are stopped early",
             f"difference in {less}, at the best validation accuracy",
             stopped[SOLVED] - stopped[SGD],
             thresholds.FALLS,
+            lacking=lacking,
         ),
         judge(
             "Adam on the network ends no less accurate than SGD",
@@ -138,6 +143,7 @@ def judge_all(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> list[Verd
             final[ADAM] - final[SGD],
             thresholds.ADAM_NO_WORSE,
             untested=at_ceiling(final[ADAM], final[SGD]),
+            lacking=uncounted(settings, runs[ADAM], runs[SGD]),
         ),
     ]
 

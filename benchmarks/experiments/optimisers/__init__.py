@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from ... import thresholds
-from ...experiment import Columns, Experiment, Place, Point, Runs
+from ...experiment import Columns, Experiment, only, Place, Point, Runs
+from ...shortfall import short_of
 from ...verdicts import judge, Verdict
 from ._figures import draw
 from ._settings import log_ratio, Optimisers, outcome
@@ -125,6 +126,14 @@ def _judge(
         )
         return log_ratio(ours, theirs, name, threshold)
 
+    def lacking(other, *batch_sizes):
+        runs = [
+            only(all_runs, task=task.name, batch_size=batch_size, method=method)
+            for batch_size in batch_sizes
+            for method in (OURS, other)
+        ]
+        return short_of("the target loss", runs, lambda runs: runs["reached"] > 0)
+
     def of_steps(batch_size):
         return ratio("SOAP", "steps", batch_size)
 
@@ -145,6 +154,7 @@ def _judge(
             ratio("SOAP", "steps", threshold=thresholds.THIRD_OF_STEPS),
             thresholds.THIRD_OF_STEPS,
             statistic=median,
+            lacking=lacking("SOAP", large),
         ),
         judge(
             f"{where} takes less time than AdamW",
@@ -152,6 +162,7 @@ def _judge(
             ratio("AdamW", "seconds", threshold=thresholds.SOONER),
             thresholds.SOONER,
             statistic=median,
+            lacking=lacking("AdamW", large),
         ),
         judge(
             f"{task.name}: the steps that prox-linear Gauss-Newton saves relative to "
@@ -161,6 +172,7 @@ def _judge(
             grown[0] if grown else (),
             thresholds.FALLS,
             statistic=median,
+            lacking=lacking("SOAP", *smaller[:1], large),
         ),
     )
 
