@@ -394,16 +394,19 @@ def _parser() -> argparse.ArgumentParser:
         "--steps",
         type=_number_of_steps,
         metavar="N",
-        help="number of steps of each run (default: depends on the scale)",
+        help="number of steps of each run (default: depends on the scale); on the full "
+        "batch of k-sweep, stability and xor-features, a run has at least as many "
+        "linearised problems as most_updates or fewest_updates says in its "
+        "settings.json, so that a large K takes more steps",
     )
     parser.add_argument(
         "--reduction",
         type=_reduction,
         metavar="R",
         help="sum or mean: the reduction of the loss, which determines what a learning "
-        "rate on mini-batches means (default: depends on the scale; at the full "
-        "scale the sum over the training set, which agrees with the paper's "
-        "boundary of stability)",
+        "rate on mini-batches means; on the full batch it is the sum (default: depends "
+        "on the scale; at the full scale the sum over the training set, which agrees "
+        "with the paper's boundary of stability)",
     )
     parser.add_argument(
         "--task",

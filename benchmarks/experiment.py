@@ -251,11 +251,24 @@ class Experiment(Generic[S]):
                 )
             changes[self.steps] = options.steps
         if options.reduction is not None:
+            if _has_full_batch(settings, changes):
+                raise Refusal(
+                    "This experiment trains on the full batch, where the learning rate "
+                    "refers to the sum of the loss; leave --reduction out."
+                )
             if not hasattr(settings, "reduction"):
                 raise Refusal(
                     "This experiment does not use mini-batches; leave --reduction out."
                 )
             changes["reduction"] = options.reduction
+        if _has_full_batch(settings, changes):
+            if changes.get("reduction", "sum") != "sum":
+                raise Refusal(
+                    f"The task '{options.task}' sets 'reduction' to 'mean', but on the "
+                    "full batch the learning rate refers to the sum of the loss; leave "
+                    "it out."
+                )
+            changes["reduction"] = "sum"
         settings = dataclasses.replace(settings, **changes)
         if options.task is not None:
             task, seeds = str(options.task), settings.each_seed
@@ -324,6 +337,13 @@ class Experiment(Generic[S]):
                 _check_range(name, converted, said)
             changes[name] = converted
         return changes | {"data": str(path), "network": own_task.named(path)}
+
+
+def _has_full_batch(settings: Any, changes: Mapping[str, Any]) -> bool:
+    """Return whether an experiment that could use mini-batches has the full batch."""
+    if not hasattr(settings, "reduction"):
+        return False
+    return changes.get("batch_size", settings.batch_size) is None
 
 
 def _num_examples(settings: Any) -> int | None:

@@ -116,7 +116,7 @@ def solved_accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
     return np.where(finished, runs.final("test_accuracy_linearised"), np.nan)
 
 
-def _first(model: PyTree, draw: Draw) -> dict[str, float]:
+def _first(model: PyTree, draw: Draw) -> dict[str, float | bool]:
     found = solve(model, draw.train)
     of_training = spread(draw.train[1])
     accuracy = lambda data: float(
@@ -126,7 +126,7 @@ def _first(model: PyTree, draw: Draw) -> dict[str, float]:
         "inner_steps": float(found.num_steps),
         "train_loss": found.loss,
         "gradient": found.residual,
-        "finished": float(found.residual <= TOLERANCE),
+        "finished": bool(found.residual <= TOLERANCE),
         "train_accuracy_linearised": accuracy(draw.train),
         "validation_accuracy_linearised": accuracy(draw.validation),
         "test_accuracy_linearised": accuracy(draw.test),
@@ -152,8 +152,9 @@ def train_solving(
     trained, and its last look is repeated.
 
     `trained` says whether the mean training loss is at most `TRAINED_LOSS`, `unsolved`
-    counts the problems so far that were not solved to the tolerance, and `gradient` is
-    the largest gradient entry that remained in any problem.
+    counts the problems so far that were not solved to the tolerance, `gradient` is
+    the largest gradient entry that remained in any problem, and `stable` says whether the
+    loss is finite.
     """
     make_model = stateless(settings)
     if place.rehearsal is not None:
@@ -191,7 +192,7 @@ def _one_after_the_other(
         linearised = partial(_accuracy_linearised, found.moved, point, spread=of_training)
         accuracy = partial(accuracy_of, model, None, spread=of_training)
         train_loss = float(mean_loss(model, None, draw.train))
-        trained = train_loss <= enough
+        trained = bool(train_loss <= enough)
         looks.append(
             {
                 "feature_updates": update,
@@ -199,6 +200,7 @@ def _one_after_the_other(
                 "gradient": residual,
                 "unsolved": unsolved,
                 "trained": trained,
+                "stable": math.isfinite(train_loss),
                 "train_loss": train_loss,
                 "train_loss_linearised": found.loss,
                 "train_accuracy": accuracy(draw.train),
@@ -211,7 +213,11 @@ def _one_after_the_other(
         if found.num_steps == 0 or (until_trained and trained):
             break
     looks += [looks[-1]] * (num_updates - len(looks))
-    return {name: np.array([float(x[name]) for x in looks]) for name in looks[0]}
+    kind = lambda value: bool if isinstance(value, bool) else float
+    return {
+        name: np.array([x[name] for x in looks], kind(first))
+        for name, first in looks[0].items()
+    }
 
 
 def described(all_runs: Sequence[Runs], tolerances: Sequence[float]) -> str:

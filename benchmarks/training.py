@@ -123,8 +123,9 @@ class Images(Settings):
     """`None` for the full batch."""
     learning_rate: float = 1e-3
     reduction: Literal["sum", "mean"] = "mean"
-    """The reduction of the loss to which the learning rate on mini-batches refers: the
-    mean, or the sum over all training images, which a batch estimates."""
+    """The reduction of the loss to which the learning rate refers. On mini-batches it is
+    the mean, or the sum over all training images, which a batch estimates. On the full
+    batch it is always the sum (`Experiment.settings`)."""
     num_steps: int = 1000
     """The number of inner steps of a run."""
     num_looks: int = 24
@@ -661,10 +662,10 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
     guessed = guessing_loss(loss_of(train[1]), train[1]) / scores.number_of(train[1])
     columns["guessing_loss"] = np.full(num_looks, guessed)
     columns["passes"] = np.array(result.stats["num_jvps"] + result.stats["num_vjps"])
-    columns["stable"] = np.ones(num_looks)
+    columns["stable"] = np.ones(num_looks, bool)
     well = optx.RESULTS.successful, optx.RESULTS.nonlinear_max_steps_reached
     if not any(bool(result.result == each) for each in well):
-        columns["stable"][-1] = 0.0
+        columns["stable"][-1] = False
     for callback in told:
         if isinstance(callback, Snapshots):
             columns[callback.name] = callback.taken

@@ -96,6 +96,11 @@ SETTINGS = [
     (k_sweep, {"reduction": "max"}, "must be one of 'sum', 'mean'"),
     (
         k_sweep,
+        {"reduction": "mean"},
+        "the learning rate refers to the sum",
+    ),
+    (
+        k_sweep,
         {"augmentation": "blur"},
         "must be one of 'shift', 'flip-and-crop', 'none'",
     ),
