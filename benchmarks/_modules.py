@@ -5,41 +5,58 @@ This module imports none of it, so that `list` and `--help` are fast.
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 
-EXPERIMENTS = {
-    name: f"benchmarks.experiments.{name.replace('-', '_')}"
-    for name in (
-        "k-vs-lambda",
-        "k-sweep",
-        "lambda-sweep",
-        "lambda-sweep-cnn",
-        "large-k-augmented",
-        "linear-probe",
-        "filters",
-        "batch",
-        "data-scaling",
-        "xor-features",
-        "provable-features",
-        "solved-subproblem",
-        "resnet",
-        "mnist-k",
-        "stability",
-        "adaptive",
-        "kernel-drift",
-        "schedules",
-        "beta-sweep",
-        "regimes",
-        "lazy-to-rich",
-        "optimisers",
-        "defaults",
-        "tuning",
-        "pinn",
-        "equations",
-        "ratio",
-    )
-}
+_ORDER = (
+    "k-vs-lambda",
+    "k-sweep",
+    "lambda-sweep",
+    "lambda-sweep-cnn",
+    "large-k-augmented",
+    "linear-probe",
+    "filters",
+    "batch",
+    "data-scaling",
+    "xor-features",
+    "provable-features",
+    "solved-subproblem",
+    "resnet",
+    "mnist-k",
+    "stability",
+    "adaptive",
+    "kernel-drift",
+    "schedules",
+    "beta-sweep",
+    "regimes",
+    "lazy-to-rich",
+    "optimisers",
+    "defaults",
+    "tuning",
+    "pinn",
+    "equations",
+    "ratio",
+)
+"""The order of the report. Experiments that are not named here follow by name."""
+_FOLDER = Path(__file__).parent / "experiments"
+
+
+def experiments(folder: Path = _FOLDER) -> dict[str, str]:
+    """Return the module of each experiment in a folder: each file, or folder with an
+    `__init__.py`, that defines `EXPERIMENT`."""
+    found = {}
+    for path in sorted((*folder.glob("*.py"), *folder.glob("*/__init__.py"))):
+        stem = path.stem if path.parent == folder else path.parent.name
+        text = path.read_text(encoding="utf-8", errors="replace")
+        public = not stem.startswith(("_", "."))
+        if public and re.search(r"^EXPERIMENT\b.*=", text, re.MULTILINE):
+            found[stem.replace("_", "-")] = f"benchmarks.experiments.{stem}"
+    known = [name for name in _ORDER if name in found]
+    return {name: found[name] for name in dict.fromkeys([*known, *sorted(found)])}
+
+
+EXPERIMENTS = experiments()
 BENCHMARKS = {
     "nist": "benchmarks.experiments.nist",
     "nls": "benchmarks.experiments.nls",

@@ -22,7 +22,7 @@ from benchmarks.experiments import (
 TINY = dataclasses.replace(
     k_sweep.QUICK,
     seeds=1,
-    periods=(1.0, 1e5),
+    periods=(1.0,),
     other_learning_rates=(),
     solved_to=(1e-2,),
     num_steps=4,
