@@ -97,5 +97,6 @@ def _of(which: Bool[ndarray, " seeds"]) -> str:
 
 def _joined(said: Sequence[str]) -> str:
     more = len(said) - _MOST_NAMED
-    told = [*said[:_MOST_NAMED]] + [f"{more} further runs fall short"] * (more > 0)
+    others = f"{more} further runs fall short" if more > 1 else "one more falls short"
+    told = [*said[:_MOST_NAMED]] + [others] * (more > 0)
     return ", and ".join(told)

@@ -77,6 +77,8 @@ def test_after_two_points_the_others_are_counted():
     said = shortfall.uncounted(SETTINGS, *runs)
     assert said.count("did not reach") == 2
     assert said.endswith(", and 2 further runs fall short")
+    three = shortfall.uncounted(SETTINGS, *runs[:3])
+    assert three.endswith(", and one more falls short")
 
 
 def test_a_column_of_the_steps_may_be_missing():
