@@ -413,7 +413,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_folder,
         metavar="FILE",
         help="Python file with your own model and data, for the experiments that accept "
-        "one",
+        "one, and with your own loss, for k-vs-lambda",
     )
     parser.add_argument(
         "--against",

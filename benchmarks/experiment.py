@@ -193,6 +193,8 @@ class Experiment(Generic[S]):
     own: Callable[[S], Any] | None = None
     """Returns the settings for a user's own task, with the fields `data` and `network`.
     `None` if the experiment does not accept `--task`."""
+    takes_loss: bool = False
+    """Whether the runs take the loss of a user's own task."""
     trains_state: Callable[[S], bool] = lambda settings: False
     """Whether the runs with these settings can train a model with state."""
     completed: Callable[[Any], Any] = lambda settings: settings
@@ -275,6 +277,12 @@ class Experiment(Generic[S]):
             own_task.check(task, _num_examples(settings), seeds)
             if not self.trains_state(settings):
                 own_task.check_stateless(task)
+            if own_task.read(task).loss is not None and not self.takes_loss:
+                raise Refusal(
+                    f"The task '{task}' sets 'loss', but this experiment trains classes "
+                    "by cross-entropy and values by squared error; leave it out, or run "
+                    "`k-vs-lambda`."
+                )
         return self.completed(settings)
 
     def settings_from(self, scale: Scale, described: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 def model(key): ...      # an Equinox module, or a pair of a module and its state
 def data(seed): ...      # (inputs, targets) for training, for validation, for testing
 settings = {"learning_rate": 0.1}      # optional: settings of the experiment, by name
+loss = gnlin.losses.Huber()            # optional, for `k-vs-lambda`
 
 Targets that are whole numbers are classes; other numbers are values
 (`benchmarks/scores.py`).
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import re
 import runpy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -20,6 +22,8 @@ from typing import Any, get_args, get_origin, Literal, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
+
+import gnlin
 
 from ._options import Refusal
 from .scores import are_classes
@@ -41,6 +45,8 @@ class OwnTask(NamedTuple):
     settings: Mapping[str, Any]
     digest: str
     """The digest of the file, so that runs of different versions are not mixed."""
+    loss: gnlin.authoring.AbstractLoss | None = None
+    """The loss; `None` for the one that follows from the targets."""
 
 
 def is_own(data: str) -> bool:
@@ -72,7 +78,27 @@ def read(path: str) -> OwnTask:
     if not isinstance(settings, Mapping):
         raise Refusal(f"`settings` of the task '{path}' must be a dictionary.")
     digest = hashlib.sha256(text).hexdigest()[:12]
-    return OwnTask(found["model"], found["data"], settings, digest)
+    loss = _checked_loss(path, found.get("loss"))
+    return OwnTask(found["model"], found["data"], settings, digest, loss)
+
+
+def _checked_loss(path: str, loss: Any) -> gnlin.authoring.AbstractLoss | None:
+    if loss is None:
+        return None
+    if not isinstance(loss, gnlin.authoring.AbstractLoss):
+        of_kind = "the class" if isinstance(loss, type) else "a"
+        name = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+        raise Refusal(
+            f"`loss` of the task '{path}' must be a loss of gnlin, such as "
+            "`gnlin.SoftmaxCrossEntropy(label_smoothing=0.1)`, but is "
+            f"{of_kind} {name}."
+        )
+    if loss.reduction == "mean":
+        raise Refusal(
+            f"`loss` of the task '{path}' has the reduction 'mean', but the learning "
+            "rate refers to the sum of the loss; leave its reduction out."
+        )
+    return loss.reduced("sum")
 
 
 def draw(path: str, num_train: int | None, seed: int) -> Any:
@@ -210,6 +236,7 @@ def check(path: str, num_train: int | None = None, seeds: Sequence[int] = (0,)) 
                 f"{shape[1:]}, but the targets have shape {targets.shape[1:]}; make the "
                 "shapes equal, or the targets whole numbers if they are classes."
             )
+        _check_loss(path, outputs, targets)
         return
     if shape[1:] == () or shape[-1] == 1:
         raise Refusal(
@@ -232,6 +259,42 @@ def check(path: str, num_train: int | None = None, seeds: Sequence[int] = (0,)) 
             f"are {low} to {high}; number the classes from 0, and give the model an "
             "output for each."
         )
+    _check_loss(path, outputs, targets)
+
+
+def _check_loss(path: str, outputs: jax.ShapeDtypeStruct, targets: np.ndarray) -> None:
+    """Raise `Refusal` if the task's own loss does not suit the outputs and the targets.
+    Warn of squared error on probabilities."""
+    loss = read(path).loss
+    if loss is None:
+        if _are_probabilities(targets):
+            warnings.warn(
+                f"The targets of the task '{path}' are probabilities, but values are "
+                "trained by squared error; return the classes as whole numbers, or set "
+                "`loss = gnlin.SoftmaxCrossEntropy()` in the file and run `k-vs-lambda`.",
+                stacklevel=2,
+            )
+        return
+    elementwise = isinstance(loss, gnlin.authoring.AbstractElementwiseLoss)
+    try:
+        if elementwise and outputs.shape != targets.shape:
+            raise ValueError("it needs a target for each output")
+        found = jax.eval_shape(jax.vmap(loss.value), outputs, targets)
+        if found.shape != targets.shape[:1]:
+            raise ValueError(f"it returns the shape {found.shape[1:]} for one example")
+    except Exception as error:
+        raise Refusal(
+            f"The loss of the task '{path}' fails on outputs of shape "
+            f"{outputs.shape[1:]} and targets of shape {targets.shape[1:]} "
+            f"({_said(error)}); choose one that suits them."
+        ) from None
+
+
+def _are_probabilities(targets: np.ndarray) -> bool:
+    """Test whether each row of targets is a distribution of several classes."""
+    if are_classes(targets) or targets.ndim < 2 or targets.shape[-1] < 2:
+        return False
+    return bool(targets.min() >= 0 and np.allclose(targets.sum(axis=-1), 1, atol=2e-3))
 
 
 def check_stateless(path: str) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, Scalar, ScalarLike
-from scipy import special
+from scipy import optimize, special
 
 import gnlin
 
@@ -62,6 +62,28 @@ def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> flo
         shares = np.unique(targets, return_counts=True)[1] / targets.size
         return float(targets.size * special.entr(shares).sum())
     return float(len(targets) * np.sum(special.entr(mean) + special.entr(1 - mean)))
+
+
+def least_loss(
+    loss: gnlin.authoring.AbstractLoss, targets: ArrayLike, shape: tuple[int, ...]
+) -> float:
+    """Return the least summed loss of any outputs of this shape. If its first axis is 1,
+    the outputs are the same for all examples."""
+    targets = jnp.asarray(targets)
+
+    @jax.jit
+    def value(flat):
+        outputs = jnp.broadcast_to(flat.reshape(shape), (len(targets), *shape[1:]))
+        return jnp.sum(jax.vmap(loss.value)(outputs, targets))
+
+    found = optimize.minimize(
+        lambda flat: tuple(map(np.asarray, jax.value_and_grad(value)(flat))),
+        np.zeros(np.prod(shape)),
+        jac=True,
+        method="L-BFGS-B",
+        options={"gtol": 1e-10, "ftol": 1e-15, "maxiter": 2_000},
+    )
+    return float(found.fun)
 
 
 def trained_loss(targets: Array) -> float | Scalar:

@@ -38,7 +38,6 @@ from ...dry_run import Tally
 from ...experiment import Columns, Experiment, Place, Point
 from ...linear_theory import linear_problem, ridge_and_flow
 from ...networks.mlp import dead_units
-from ...scores import guessing_loss
 from ...training import flow_error, FLOW_FROM, outputs_of
 from ._curves import DAMPED, DESCENT, eigenvalues, SOLVERS
 from ._figures import draw
@@ -48,6 +47,7 @@ from ._tasks import (
     CLASSES,
     EMBEDDED,
     FULL,
+    losses_of,
     make_task,
     MEDIUM,
     names_of,
@@ -131,12 +131,14 @@ def _train_at(periods, settings: AnySettings, task: Task, solver, method) -> Col
     together = num_periods if task.loss.is_quadratic else None
     found = _sweep(task, solver, method, together, runs, draws)
     dampings = [task.damping(period) for period in periods.tolist()]
-    guessed = [[guessing_loss(task.loss, task.drawn(seed)[0][1])] for seed in seeds]
+    guessed, least = np.transpose([losses_of(task, seed) for seed in seeds])[..., None]
+    excess = found["train_loss"] - np.repeat(least, num_periods)
     return {
-        "guessing_loss": np.broadcast_to(guessed, shape),
+        "guessing_loss": np.broadcast_to(guessed - least, shape),
         "period": all_periods,
         "damping": np.broadcast_to(dampings, shape),
         **{k: np.reshape(v, (*shape, *v.shape[1:])) for k, v in found.items()},
+        "train_loss": np.reshape(excess, shape),
     }
 
 
@@ -213,6 +215,7 @@ EXPERIMENT = Experiment(
     runs_at_a_point=lambda settings: len(settings.periods),
     own=own,
     trains_state=lambda settings: True,
+    takes_loss=True,
     completed=with_rate,
     medium=MEDIUM,
     rehearsed=True,

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,7 +132,8 @@ class Task:
     """Draws the training and test data of a seed."""
     make_model: Callable[[Key[Array, ""]], PyTree]
     """Creates the model, or the pair of a model and its state."""
-    loss: gnlin.authoring.AbstractLoss
+    # Not compared, since arrays in a loss have no hash; tasks differ in other fields.
+    loss: gnlin.authoring.AbstractLoss = dataclasses.field(compare=False)
     test_error: Callable[[Array, Array], Scalar]
     """Returns the error of predictions against targets."""
     error_label: str
@@ -142,6 +144,8 @@ class Task:
     """Whether theory predicts the networks: for squared error, without a state."""
     can_die: bool = True
     """Whether hidden units can die, as ReLUs can."""
+    own_loss: bool = False
+    """Whether the loss is a user's own, whose least value may be above zero."""
     more_seeds: int = 1
     """Factor of the number of seeds: larger if runs are cheap and vary much."""
 
@@ -196,6 +200,26 @@ def start(task: Task, key: Key[Array, ""]) -> tuple[PyTree, PyTree]:
     return own_task.with_state(task.make_model(key))
 
 
+def own_loss(settings: OwnKVsLambda) -> gnlin.authoring.AbstractLoss | None:
+    """Return the loss in the file of a user's own task, if there is one."""
+    own = own_task.is_own(settings.data)
+    return own_task.read(settings.data).loss if own else None
+
+
+def losses_of(task: Task, seed: int) -> tuple[float, float]:
+    """Return the least training loss of outputs that are the same for all examples, and
+    the least one of any outputs, which is zero for the losses of the built-in tasks."""
+    (inputs, targets), _ = task.drawn(seed)
+    if not task.own_loss:
+        return scores.guessing_loss(task.loss, targets), 0.0
+    model, state = start(task, jax.random.key(seed))
+    outputs = eqx.filter_eval_shape(training.outputs_of, model, state, inputs)
+    least = lambda number: scores.least_loss(
+        task.loss, targets, (number, *outputs.shape[1:])
+    )
+    return least(1), least(len(targets))
+
+
 @functools.cache
 def _own(settings: OwnKVsLambda) -> Task:
     def drawn(seed):
@@ -219,18 +243,25 @@ def _own(settings: OwnKVsLambda) -> Task:
         largest = float(jnp.linalg.norm(kernel(inputs).reshape(number, number), 2))
         rate = 10.0 ** np.floor(np.log10(_STABLE_PART * 2 / largest))
     classes = scores.are_classes(targets)
-    loss = "cross-entropy" if classes else "squared error"
+    name = "cross-entropy" if classes else "squared error"
+    loss, given = scores.loss_of(targets), own_loss(settings)
+    if given is not None:
+        loss, name = given, type(given).__name__
+        classes |= isinstance(
+            given, gnlin.SoftmaxCrossEntropy | gnlin.SigmoidCrossEntropy
+        )
     return Task(
-        f"{settings.network.split()[0]}, {loss}",
+        f"{settings.network.split()[0]}, {name}",
         drawn=drawn,
         make_model=make_model,
-        loss=scores.loss_of(targets),
+        loss=loss,
+        own_loss=given is not None,
         test_error=_share_wrong if classes else _root_mean_square,
         error_label=f"Test error ({'fraction wrong' if classes else 'RMSE'})",
         learning_rate=float(rate),
         num_steps=settings.num_steps,
         can_die=False,
-        has_theory=not classes and state is None,
+        has_theory=isinstance(loss, gnlin.SquaredError) and state is None,
     )
 
 
