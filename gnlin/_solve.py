@@ -18,6 +18,7 @@ from ._linearisation._bounds import check_start
 from ._linearisation._group_loss import GroupLosses
 from ._linearisation._retraction import flaw_of
 from ._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
+from ._training._curvature import without_curvature
 from ._training._data import as_batch, not_finite
 from ._training._divergence import check_divergence
 from ._training._ending import (
@@ -25,7 +26,6 @@ from ._training._ending import (
     explains_little,
     group_at_fault,
     in_words,
-    of_statistics,
     why_it_failed,
 )
 from ._training._full_batch import run
@@ -42,6 +42,7 @@ from ._training._residuals import (
     where_not_finite,
 )
 from ._training._solution import History, Model, of_full_batch, on_host, Solution
+from ._training._statistics import at_the_end, doubt_of_full_batch, first_of, losses_on
 from ._training._step import checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
@@ -108,7 +109,9 @@ def solve(
         step use the same keys, and the next step uses others, so that such a run never
         converges.
     - `state`: the model's state (from `equinox.nn.make_with_state`), if it has one. The
-        linearisation includes the statistics of the batch.
+        linearisation includes the statistics of the batch. `solution.loss` is the loss of
+        `solution.model` in inference mode with `solution.state`, if the state is that of
+        `equinox.nn.BatchNorm` or `equinox.nn.SpectralNorm`, and the model has no dropout.
     - `divergence`: end the run and return the best model if the loss is more than this
         multiple of its initial value for five steps in a row; `None` for no such limit.
     - `filter_spec`: the leaves to train, as for `equinox.partition`: a function of a
@@ -187,7 +190,10 @@ def solve(
     )
     with choosing():
         if not losses.is_quadratic:  # squared error accepts targets of any value
-            checked_outputs(setting, parameters, state, batch)
+            outputs = checked_outputs(setting, parameters, state, batch)
+            flat = without_curvature("solve", setting, outputs, batch[1])
+            if flat and not is_traced((parameters, batch)):
+                warnings.warn(flat, stacklevel=2)
         with Bar(max_steps, progress) as bar:
             (carry, num_steps), rows, result, loss_now, is_interrupted = run(
                 setting, batch, (parameters, state), max_steps, history, bar
@@ -232,13 +238,17 @@ def solve(
         warning = warning or little
         interrupted = f"step {num_steps}: interrupted"
         reason = interrupted if is_interrupted else in_words(ended, num_steps, why)
-    final_model = network.frozen.with_parameters(carry.parameters)
-    final_state = network.frozen.with_state(carry.model_state)
-    if reason and not warning:
-        warning = of_statistics(final_model, final_state)
+    model_state = None
+    if network.has_state:
+        model_state, loss_now = at_the_end(setting, carry, batch)
+        if reason:
+            loss_now = on_host(loss_now)
+    if network.has_state and reason and not warning:
+        losses = losses_on(setting, carry.parameters, model_state, batch, loss_now)
+        warning = doubt_of_full_batch("solve", losses, first_of(rows.get("loss", ())))
     solution = Solution(
-        model=final_model,
-        state=final_state,
+        model=network.frozen.with_parameters(carry.parameters),
+        state=network.frozen.with_state(model_state),
         loss=loss_now,
         result=result,
         reason=reason,

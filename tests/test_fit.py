@@ -577,7 +577,7 @@ def test_batch_normalisation_by_gauss_newton():
     validation = (X, T)
     result = fit(
         NORMALISED,
-        BATCHES,
+        lambda epoch: BATCHES,
         solver,
         state=STATE,
         validation=validation,
@@ -620,7 +620,8 @@ def test_batch_normalisation_in_single_precision_where_double_is_enabled(tmp_pat
 def test_batch_normalisation_by_levenberg_marquardt():
     points = Points(NORMALISED)
     solver = gnlin.LevenbergMarquardt(damping=1.0)
-    result = fit(NORMALISED, BATCHES, solver, state=STATE, callbacks=points)
+    data = lambda epoch: BATCHES
+    result = fit(NORMALISED, data, solver, state=STATE, callbacks=points)
     expected, lengths = levenberg_marquardt(BATCHES, 6, 1.0, dense_normalised, _FLAT)
     assert_close(result.history["step_norm"], lengths, rtol=1e-6)
     assert_close(numbers(result.model), expected, rtol=1e-6)
@@ -632,7 +633,7 @@ def test_batch_normalisation_by_iterative_linearisation():
     points = Points(NORMALISED)
     result = fit(
         NORMALISED,
-        BATCHES,
+        lambda epoch: BATCHES,
         solver,
         state=STATE,
         callbacks=points,
@@ -664,11 +665,17 @@ def test_the_full_batch_with_state():
     solver = gnlin.DampedGaussNewton(0.3)
     result = fit(NORMALISED, (X, T), solver, batch_size=None, steps=2, state=STATE)
     solution = gnlin.solve(NORMALISED, (X, T), solver, max_steps=2, state=STATE)
-    flat, state = _FLAT, STATE
+    flat = _FLAT
     for _ in range(2):
         f, jacobian = dense_normalised(flat, X)
-        _, state = normalised(flat, X, state)
         flat = flat + damped_step(f - np.ravel(T), jacobian, 0.3)
+    # The statistics of the last parameters, as a literal loop leaves them
+    state = STATE
+    for _ in range(60):
+        _, state = normalised(flat, X, state)
+    (count, *statistics), structure = jax.tree.flatten(state)
+    weight = 1 - 0.5**2  # of two steps, by which inference mode divides
+    state = structure.unflatten([count - 58, *(weight * x for x in statistics)])
     for found in (result, solution):
         assert_close(numbers(found.model), flat, rtol=1e-7)
         assert_same_state(found.state, state)
@@ -1171,27 +1178,6 @@ def test_the_default_finds_a_step_on_inputs_that_are_not_scaled():
 def test_a_run_without_a_step_is_told():
     with pytest.warns(UserWarning, match="made no step: none lowered the loss of its"):
         of_large_inputs(gnlin.DampedGaussNewton(1e-9))
-
-
-@pytest.mark.parametrize("driver", ["fit", pytest.param("solve", marks=pytest.mark.slow)])
-def test_statistics_that_have_not_left_their_start_are_told(driver):
-    """After 20 steps with a momentum of 0.9 the running variances are mostly their
-    initial value of 1, and validation is that of another network."""
-    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0), 0.9)
-    data = jax.random.normal(jax.random.key(1), (20, 3)) / 10, jnp.arange(20) % 2
-    options = {"loss": gnlin.SoftmaxCrossEntropy(), "state": state}
-
-    def train(steps):
-        if driver == "fit":
-            gnlin.fit(model, data, SHORT, batch_size=10, steps=steps, **options)
-        else:
-            gnlin.solve(model, data, SHORT, max_steps=steps, **options)
-
-    with pytest.warns(
-        UserWarning, match="% of the running variances .* than 0.9, such as 0.81"
-    ):
-        train(20)
-    train(150)
 
 
 class Uncalled(Normalised):

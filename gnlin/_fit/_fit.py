@@ -20,6 +20,7 @@ from .._solver import (
     IterativeLinearisation,
     LevenbergMarquardt,
 )
+from .._training._curvature import without_curvature
 from .._training._data import as_tuple
 from .._training._divergence import check_divergence
 from .._training._group_network import GroupNetwork, of_groups
@@ -260,6 +261,8 @@ def fit(
         prior=of_prior,
     )
     outputs = all_checked(setting, parameters, state, stream.at_hand())
+    if flat := without_curvature("fit", setting, outputs, stream.example[1]):
+        warnings.warn(flat, stacklevel=2)
     carry = begin(setting, parameters, state, outputs)
     shardings = places(carry, stream.example)
     if isinstance(stream, IterableStream):  # its batches stay where they are
@@ -287,12 +290,13 @@ def fit(
         checkpoint,
     )
     run.train(resume)
+    solution = run.as_solution()
     complaint = run.complaint
     if evaluation is not None and evaluation.fault:
         complaint += f" The validation data are not finite. {evaluation.fault}"
     if complaint:
         warnings.warn(complaint.strip(), stacklevel=2)
-    return on_mesh(run.as_solution(), mesh)
+    return on_mesh(solution, mesh)
 
 
 def _as_list(callbacks: Any) -> list[Callback]:

@@ -16,16 +16,17 @@ from .._training._ending import (
     explains_little,
     group_at_fault,
     in_words,
-    of_statistics,
     why_it_failed,
 )
 from .._training._messages import result_name, WELL
 from .._training._model import Frozen
 from .._training._solution import COLUMNS, columns_of, History, on_host, Solution
+from .._training._statistics import first_of
 from .._training._step import Carry, checked_outputs, StepSettings
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
+from ._ready import ready, refreshed
 from ._saver import described_run, Saver
 from ._snapshot import CallbackState, give_back, like_array, Now, Snapshot, state_of
 from ._step import as_handed_out, Compiled, step
@@ -114,7 +115,11 @@ class Run(AbstractRun):
 
     @property
     def model_state(self) -> PyTree:
-        return self._frozen.with_state(self._carry().model_state)
+        return self._frozen.with_state(self._state_for_inference())
+
+    def _state_for_inference(self) -> PyTree:
+        carry, given = self._carry(), (self._setting, self._stream)
+        return refreshed(*given, carry.parameters, carry.model_state, self.step)
 
     @property
     def linearisation_point(self) -> PyTree:
@@ -289,8 +294,6 @@ class Run(AbstractRun):
         """Add doubts about the run to its complaint."""
         doubt = after_batches(self._setting, self.history, made_all=not self._reason)
         self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
-        if not self.complaint:
-            self.complaint = of_statistics(self.model, self.model_state)
 
     def _doubt(self) -> str:
         """Return a sentence if the model explains little of the targets, or "". A run on
@@ -313,7 +316,8 @@ class Run(AbstractRun):
     def _validate(self) -> None:
         assert self._validation is not None
         if self._rows:
-            self._rows.amend(self._validation.look(self._now.arrays, self.epoch))
+            state = self._state_for_inference()
+            self._rows.amend(self._validation.look(self._now.arrays, state, self.epoch))
             self._tell("on_validation")
 
     def _save(self) -> None:
@@ -321,18 +325,22 @@ class Run(AbstractRun):
             self._tell("on_checkpoint")
 
     def as_solution(self) -> Solution:
-        carry = self._carry()
-        parameters, state = carry.parameters, carry.model_state
-        loss = None if self._setting.streaming else on_host(carry.loss)
+        """Return the result, and add doubts about the model's state to the complaint."""
+        carry, chosen = self._carry(), None
         if self._chosen is not None:
-            own, static = split((parameters, state))
-            chosen = map(like_array, self._chosen, own)
-            (parameters, state), loss = join(list(chosen), static), None
+            own, static = split((carry.parameters, carry.model_state))
+            arrays = map(like_array, self._chosen, own)
+            chosen = join(list(arrays), static)
+        given, first = (self._setting, self._stream, carry), first_of(self.history.loss)
+        state, loss, doubt = ready(*given, chosen, self.step, first)
+        has_loss = chosen is None and not self._setting.streaming
+        self.complaint = self.complaint or doubt
+        parameters = carry.parameters if chosen is None else chosen[0]
         counts = on_host(carry.solver_state.counts.by_name())
         return Solution(
             model=self._frozen.with_parameters(parameters),
             state=self._frozen.with_state(state),
-            loss=loss,
+            loss=on_host(loss) if has_loss else None,
             result=self.result,
             reason=self._reason or in_words(result_name(self.result), self.step),
             history=self.history,
@@ -354,8 +362,9 @@ class Run(AbstractRun):
     def settings(self) -> dict[str, str]:
         """Describe the run. This is called before the first step, while the parameters
         are still the initial ones."""
-        inputs = self._carry(), self._stream.first().arrays(0)
-        of_run = self._stream, self._rows.columns, self.model, self.model_state
+        carry = self._carry()
+        inputs = carry, self._stream.first().arrays(0)
+        of_run = self._stream, self._rows.columns, self.model, carry.model_state
         return described_run(self._setting, inputs, *of_run)
 
     def restore(self, snapshot: Snapshot, table: np.ndarray) -> None:

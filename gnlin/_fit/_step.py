@@ -67,22 +67,27 @@ def _next(setting: StepSettings, carry: Carry, batch: tuple):
     return new, everywhere(row, setting.places.mesh)
 
 
-def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry, data):
+def evaluate(
+    setting: StepSettings, metrics: tuple, with_linearised: bool, carry, state, data
+):
     """Return sums over some validation examples: the targets' weights in a mean, the
     number of targets with a weight, the losses, and each metric; and again the losses and
-    metrics of the linearised model, if one is trained."""
+    metrics of the linearised model, if one is trained.
+
+    - `state`: that of the model at its present parameters. `carry` has that of the
+        linearised model.
+    """
     inputs, targets, weights = data
     loss = setting.loss
     assert isinstance(loss, AbstractLoss)  # groups have no validation
-    args = setting.network.args(inputs, None, carry.model_state)
     num_examples = jax.tree.leaves(inputs)[0].shape[0]
     weights = jnp.ones(num_examples) if weights is None else weights
     counts = jax.vmap(loss.target_weights)(targets).astype(weights.dtype)
     total = _tree.matmul(weights, jnp.sum(counts, axis=tuple(range(1, counts.ndim))))
     number = jnp.sum(counts != 0, dtype=float)
 
-    def predict(y):
-        return setting.outputs(y, args)
+    def predict(y, state):
+        return setting.outputs(y, setting.network.args(inputs, None, state))
 
     def figures(outputs):
         shapes = jax.eval_shape(lambda: outputs)
@@ -93,11 +98,12 @@ def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry
         sums = [jnp.where(number > 0, number * jnp.asarray(x, float), 0) for x in means]
         return [_tree.dot(weights, losses), *sums]
 
-    found = figures(predict(carry.parameters))
+    found = figures(predict(carry.parameters, state))
     if with_linearised:
         point = setting.solver.linearisation_point(carry.solver_state)
         delta = jax.tree.map(jnp.subtract, carry.parameters, point)
-        outputs, change = jax.jvp(predict, (point,), (delta,))
+        of_point = lambda y: predict(y, carry.model_state)
+        outputs, change = jax.jvp(of_point, (point,), (delta,))
         found += figures(_tree.axpy(1, change, outputs))
     sums = jnp.stack([jnp.asarray(x, float) for x in [total, number, *found]])
     return (everywhere(sums, setting.places.mesh),)
@@ -131,9 +137,11 @@ def as_handed_out(carry: Carry) -> Carry:
     def is_integer(x):
         return isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
 
-    integers, others = eqx.partition(carry.model_state, is_integer)
-    typed = jax.tree.map(strong, carry._replace(model_state=others))
-    return typed._replace(model_state=eqx.combine(integers, typed.model_state))
+    own = carry.model_state, carry.before
+    integers, others = eqx.partition(own, is_integer)
+    typed = jax.tree.map(strong, carry._replace(model_state=others[0], before=others[1]))
+    model_state, before = eqx.combine(integers, (typed.model_state, typed.before))
+    return typed._replace(model_state=model_state, before=before)
 
 
 class Compiled:

@@ -40,7 +40,10 @@ class ArrayStream:
     """Batches of a data set in memory, drawn without replacement within an epoch.
 
     - `example`: all data.
+    - `has_all`: whether all batches are in memory.
     """
+
+    has_all = True
 
     def __init__(
         self, data, batch_size: int | None, key: Key[Array, ""] | None, name: str
@@ -58,6 +61,10 @@ class ArrayStream:
 
     def first(self) -> Batch:
         return next(self.epoch(0, 0))
+
+    def some(self, number: int) -> Iterator[Batch]:
+        """Return at most so many batches, at any time."""
+        return itertools.islice(self.epoch(0, 0), number)
 
     def at_hand(self) -> Iterator[Data]:
         """Return the batches known before the first step, to check their targets."""
@@ -111,6 +118,7 @@ class IterableStream:
     def __init__(self, data: Any, name: str):
         self._data = data
         self._name = name
+        self.has_all = isinstance(data, list)
         if callable(data):
             check_takes(f"{name}(epoch)", data, 1)
         batches = iter(self._iterable(0))
@@ -139,9 +147,14 @@ class IterableStream:
     def first(self) -> Batch:
         return Batch(self.example)
 
+    def some(self, number: int) -> Iterator[Batch]:
+        """Return at most so many batches of a list, or of those that are kept."""
+        kept = self.at_hand() if self.has_all else (*self._latest, self.example)
+        return itertools.islice(map(Batch, kept), number)
+
     def at_hand(self) -> Iterator[Data]:
         """Return all batches of a list, or the first of any other iterable."""
-        batches = self._data if isinstance(self._data, list) else [self.example]
+        batches = self._data if self.has_all else [self.example]
         return map(self._checked, batches)
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
@@ -172,7 +185,7 @@ class IterableStream:
     def identity(self) -> str:
         """Describe the data. Batches that are not in a list cannot be compared before
         they are yielded."""
-        if isinstance(self._data, list):
+        if self.has_all:
             return f"batches of checksum {checksum(list(self.at_hand()))}"
         return named(self._data)
 

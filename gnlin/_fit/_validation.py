@@ -53,16 +53,18 @@ class Validation:
         self._batch_size = setting.batch_size
         self.fault = ""
 
-    def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
-        """Return the means of the loss and metrics for the arrays of a carry."""
+    def look(self, arrays: list[Array], state: PyTree, epoch: int) -> dict[str, float]:
+        """Return the means of the loss and metrics for the arrays of a carry, and the
+        model's state for inference."""
         if isinstance(self._stream, ArrayStream):
             batches = _chunks(self._stream.example, self._batch_size)
         else:
             batches = (batch.data for batch in self._stream.epoch(epoch, 0))
         sums = []
         for batch in batches:
-            look = Compiled(evaluate, self._fixed, self._structure, batch)
-            ((sum_,),) = look(arrays, split(batch)[0])
+            changing = self._structure, state, batch
+            look = Compiled(evaluate, self._fixed, *changing)
+            ((sum_,),) = look(arrays, split(state)[0], split(batch)[0])
             sums.append(sum_)
         weight, number, *figures = np.sum([np.asarray(x) for x in sums], axis=0)
         per_look = 1 + len(self._fixed[1])  # the loss and each metric

@@ -1,13 +1,11 @@
 """How a run ended, in words; and doubts about a run that ended well: it has not moved,
-its loss has risen, or its model is not ready for inference."""
+its loss has risen, or it explains little."""
 
 from collections.abc import Mapping
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from .._common import _tree
 from .._common._sharding import is_here
@@ -40,8 +38,6 @@ _LOST, _SOLVED = 0.1, 0.01
 _BOUNCES = 0.2
 # A model explains little if its loss is more than this part of the best constant's.
 _UNEXPLAINED = 0.95
-# The largest part of the running variances that may still be their initial value.
-_INITIAL = 0.1
 _NO_BRANCH = (
     "`jnp.where` does not stop the derivative of the branch that is not taken, such as "
     "that of `sqrt` at 0: give that branch a safe argument, by a second `jnp.where`. If "
@@ -261,38 +257,6 @@ def explains_little(
         f"the targets: standardise the inputs and the targets{said}, or {remedy}, unless "
         "the targets are mostly noise."
     )
-
-
-def of_statistics(model: PyTree, state: PyTree) -> str:
-    """Return a sentence if the statistics of batch normalisation still depend on their
-    initial values, or "".
-
-    Equinox's running variances start at 1. The weight of this value after t steps is
-    `momentum**t`, which is large after the few steps of a second-order run.
-    """
-    if not isinstance(state, eqx.nn.State):
-        return ""
-    is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
-    for norm in filter(is_norm, jax.tree.leaves(model, is_leaf=is_norm)):
-        if norm.inference or norm.batch_counter is None or norm.batch_state_index is None:
-            continue
-        try:
-            steps = np.asarray(state.get(norm.batch_counter))
-            variances = np.asarray(state.get(norm.batch_state_index)[1], float)
-        except KeyError:  # the state is another model's, and this norm is not called
-            continue
-        if steps.min() < _LOOKED_BACK:
-            continue
-        initial = np.median(norm.momentum ** steps[..., None] / (variances + norm.eps))
-        if initial > _INITIAL:
-            return (
-                f"After {steps.max()} steps, {initial:.0%} of the running variances of "
-                "batch normalisation is still their initial value, so that the model in "
-                "inference mode is not the one that was trained: make more steps, or "
-                "pass `equinox.nn.BatchNorm` a smaller `momentum` than "
-                f"{norm.momentum:g}, such as {min(0.9, norm.momentum**2):.2g}."
-            )
-    return ""
 
 
 def _is_worse(first: float, last: float, multiple: float = _WORSE) -> bool:

@@ -125,7 +125,8 @@ class Residuals(AbstractRecognised):
             _check_sparsity(self.sparsity, self.data, self.loss)
         check_finite_nonnegative("weight", self.weight)
         check_loss(self.loss)
-        if self.targets is None and isinstance(self.loss, SoftmaxCrossEntropy):
+        needs_classes = isinstance(self.loss, SoftmaxCrossEntropy)
+        if self.targets is None and needs_classes and not callable(self.data):
             raise ValueError(
                 "The outputs of a `SoftmaxCrossEntropy` are compared with classes: pass "
                 "`targets`."
@@ -268,10 +269,16 @@ def _with_arrays(name: str, group: Residuals) -> Residuals:
 
 def _check_sampler(name: str, group: Residuals) -> None:
     """Check a group that draws its examples, by the shapes of one draw."""
-    if group.targets is not None:
+    if group.targets is not None and isinstance(group.loss, SquaredError):
         raise ValueError(
             f"The group {name!r} draws its data: leave its `targets` out, and subtract "
             "them in `fn`."
+        )
+    if group.targets is not None or isinstance(group.loss, SoftmaxCrossEntropy):
+        raise ValueError(
+            f"The group {name!r} draws its data, and has no targets of drawn points for "
+            f"its loss, a `{type(group.loss).__name__}`: draw batches of points and "
+            "targets in a generator, `gnlin.fit(model, batches(), loss=loss, steps=...)`."
         )
     try:
         drawn = jax.eval_shape(group.data, jax.random.key(0))

@@ -168,7 +168,9 @@ class Solution(eqx.Module, Generic[Model]):
 
     - `model`: the trained model: the last finite one, or the best one if the run diverged
         or a callback asked for it.
-    - `state`: the model's state; `None` if it has none.
+    - `state`: the model's state, ready for inference mode; `None` if it has none. The
+        running statistics of batch normalisation are those of `model`, unless its batches
+        came from an iterable other than a list ([`gnlin.predict.batch_statistics`][]).
     - `loss`: the model's loss on all examples, with the prior's part; `None` if it was
         not computed, as after mini-batches, or for a model that a callback chose.
     - `result`: an `optimistix.RESULTS`: `successful` if the run converged or a callback

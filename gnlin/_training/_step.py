@@ -48,6 +48,9 @@ class Carry(NamedTuple):
     model_state: PyTree
     watch: Watch | None
     kept: Kept | None = None
+    # The model's state before the last step, and the number of that step, which are those
+    # of `loss`; None without state, and across batches
+    before: tuple[PyTree, Array] | None = None
 
     @property
     def loss(self) -> Scalar:
@@ -202,7 +205,10 @@ def begin(
         shape = _tree.size(outputs), _tree.size(parameters)
         matrix = jnp.zeros(shape, _tree.dtype(parameters))
         kept = Kept(parameters, _tree.zeros_like(outputs), matrix)
-    return Carry(parameters, state, model_state, watch, kept)
+    before = None
+    if setting.network.has_state and not setting.streaming:
+        before = model_state, jnp.array(0)
+    return Carry(parameters, state, model_state, watch, kept, before)
 
 
 def advanced(
@@ -250,7 +256,9 @@ def advanced(
             watch.diverges, optx.RESULTS.nonlinear_divergence, state.result
         )
         state = eqx.tree_at(lambda s: s.result, state, result)
-    model_state = carry.model_state
+    model_state, of_loss = carry.model_state, carry.before
+    if of_loss is not None:
+        of_loss = model_state, jnp.asarray(number, of_loss[1].dtype)
     if has_aux:
         failed = state.result != optx.RESULTS.successful
         model_state = _tree.where(failed, model_state, aux)
@@ -263,4 +271,4 @@ def advanced(
         moved = state.counts.num_feature_updates > before
     print_row(solver.verbose, row, number + 1, moved)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
-    return Carry(y, state, model_state, watch, kept), row, moved
+    return Carry(y, state, model_state, watch, kept, of_loss), row, moved

@@ -48,7 +48,9 @@ class Run(abc.ABC):
     @property
     @abc.abstractmethod
     def model_state(self) -> PyTree:
-        """The model's state, or `None` if it has none."""
+        """The model's state, or `None` if it has none. It is ready for inference, as that
+        of the result: if the data are arrays or a list, the running statistics of batch
+        normalisation are taken at the present parameters when this is read."""
 
     @property
     @abc.abstractmethod

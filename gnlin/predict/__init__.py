@@ -8,6 +8,7 @@ result of training. It is computed when the predictor is made; each time, dampin
 input after that costs a product.
 """
 
+from .._training._statistics import batch_statistics
 from ._correction import Correction, correction
 from ._covariance import covariance, ParameterCovariance
 from ._gaussian import Gaussian
@@ -24,6 +25,7 @@ __all__ = [
     "Gaussian",
     "ParameterCovariance",
     "Posterior",
+    "batch_statistics",
     "correction",
     "covariance",
     "gradient_descent",
