@@ -130,6 +130,7 @@ REACHED = {
             n[name].loss < 0.1 * n[name].history.loss[0]
             for name in ("solution", "robust", "preconditioned", "by_own")
         )
+        and abs(n["flow"].loss / 600 - n["entropy"]) < 0.15
     ),
     "docs/own-task.md": lambda n: (
         [len(y) for _, y in n["data"](0)] == [40, 50, 88]
@@ -163,6 +164,9 @@ REACHED = {
         and np.mean(n["result"].history.loss[-3:]) < 0.5 * n["result"].history.loss[0]
         and n["kernel"].shape == (10, 50)
         and n["between"].shape == (40, 20)
+        and n["contrasted"].loss < 0.5 * n["contrasted"].history.loss[0]
+        and n["trained"].loss < 0.1 * n["trained"].history.loss[0]
+        and n["classified"].history.loss[-1] < 0.2
         and abs(n["found"].value["rate"] - 1.3) < 0.05
         and np.allclose(  # SciPy's
             list(n["known"].standard_errors.values()), [0.02832245, 0.02689179], rtol=1e-4
