@@ -244,8 +244,8 @@ def solve(
         if reason:
             loss_now = on_host(loss_now)
     if network.has_state and reason and not warning:
-        losses = losses_on(setting, carry.parameters, model_state, batch, loss_now)
-        warning = doubt_of_full_batch("solve", losses, first_of(rows.get("loss", ())))
+        of_modes = losses_on(setting, carry.parameters, model_state, batch, loss_now)
+        warning = doubt_of_full_batch("solve", of_modes, first_of(rows.get("loss", ())))
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=network.frozen.with_state(model_state),

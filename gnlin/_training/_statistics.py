@@ -29,8 +29,8 @@ Statistics = list[tuple[Array, Array]]  # means and variances of each normalisat
 class Losses(NamedTuple):
     """The losses of one model on the same examples, in both modes."""
 
-    training: ScalarLike
-    inference: ScalarLike
+    training: Any
+    inference: Any
 
     def are_apart(self, first: float, *, is_batch: bool = False) -> bool:
         """Whether inference mode is much worse. `first` is the first loss of the run."""
