@@ -138,6 +138,7 @@ def test_a_run_that_stands_still_with_something_to_gain_has_not_converged(
 
 
 @pytest.mark.filterwarnings("ignore:`gnlin.solve`")
+@pytest.mark.filterwarnings("ignore:The loss `Linear` has no curvature")
 def test_a_loss_that_starts_at_zero_and_falls_without_a_limit_has_not_converged():
     solution = stopped(Linear(), 0.0, 3.0)
     assert solution.result != optx.RESULTS.successful
