@@ -26,6 +26,7 @@ from ._training._ending import (
     explains_little,
     group_at_fault,
     in_words,
+    of_linearised_only,
     why_it_failed,
 )
 from ._training._full_batch import run
@@ -113,7 +114,8 @@ def solve(
         `solution.model` in inference mode with `solution.state`, if the state is that of
         `equinox.nn.BatchNorm` or `equinox.nn.SpectralNorm`, and the model has no dropout.
     - `divergence`: end the run and return the best model if the loss is more than this
-        multiple of its initial value for five steps in a row; `None` for no such limit.
+        multiple of its initial value for five steps in a row, or after the last step;
+        `None` for no such limit.
     - `filter_spec`: the leaves to train, as for `equinox.partition`: a function of a
         leaf, or a pytree of booleans. The default trains all floating-point arrays.
     - `axis_name`: the `axis_name` of the model's batch normalisation.
@@ -237,7 +239,11 @@ def solve(
                 warning = flaw_of(solver.retraction, carry.parameters) or warning
         warning = warning or little
         interrupted = f"step {num_steps}: interrupted"
-        reason = interrupted if is_interrupted else in_words(ended, num_steps, why)
+        reason = interrupted
+        if not is_interrupted:
+            higher = len(rows.get("loss", ())) > 0 and bool(rows["loss"][0] < loss_now)
+            higher &= of_linearised_only(setting.solver)
+            reason = in_words(ended, num_steps, why, higher=higher)
     model_state = None
     if network.has_state:
         model_state, loss_now = at_the_end(setting, carry, batch)

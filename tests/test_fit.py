@@ -1124,7 +1124,7 @@ def test_the_advice_for_a_loss_that_rose_suits_the_run():
     )
     said = of_losses(losses, gnlin.GaussNewton(), is_drawn=False)
     assert "larger batches" in said
-    assert said.endswith(", or `gnlin.LevenbergMarquardt()` in place of this solver.")
+    assert said.endswith(" or `gnlin.LevenbergMarquardt()` in place of this solver.")
 
 
 def test_negative_losses_that_fall():

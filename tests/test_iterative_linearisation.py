@@ -98,9 +98,9 @@ def test_python_numbers_and_few_literal_steps(method, momentum):
         expected = literal_loop(with_literal_steps(period, 0.05, momentum), y, args, 2)
         np.testing.assert_allclose(solution.value, expected, rtol=1e-11)
         # The first gradient takes a transposed pass, each further step one pass of either
-        # kind.
+        # kind, and the loss of the linearised model after several steps a tangent pass.
         taken = [float(solution.stats[name]) / 2 for name in ("num_jvps", "num_vjps")]
-        literal, spectral = [period - 1, period], [3, 0]
+        literal, spectral = [period if period > 1 else 0, period], [3, 0]
         assert taken in {"matrix-free": [literal], "svd": [spectral]}.get(
             method, [literal, spectral]
         )
@@ -396,7 +396,7 @@ def test_a_schedule_across_batches():
 
 def test_bad_schedules():
     y, args = as_jax(sines_data(TALL))
-    for period, eta in ((lambda k: 2 - k, 0.1), (2.5, lambda k: 0.1), (3, lambda k: -k)):
+    for period, eta in ((lambda k: 2 - k, 0.1), (0.4, lambda k: 0.1), (3, lambda k: -k)):
         if not callable(period):
             period = lambda k, period=period: period
         solver = gnlin.IterativeLinearisation(period, eta)

@@ -292,6 +292,12 @@ class Run(AbstractRun):
 
     def _judge(self) -> None:
         """Add doubts about the run to its complaint."""
+        setting = self._setting
+        if not (self._reason or setting.streaming):
+            carry = self._carry().after_all_steps(setting.divergence)
+            if carry.watch is not None and carry.watch.diverges:
+                self._now = self._now._replace(arrays=split(carry)[0])
+                self._fail()
         doubt = after_batches(self._setting, self.history, made_all=not self._reason)
         self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
 

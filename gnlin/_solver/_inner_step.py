@@ -98,3 +98,27 @@ def inner_step(
         state, memory=stream, report=report, counts=counts, result=result
     )
     return new_y, state, outputs, aux
+
+
+def check_optimiser(optimiser, momentum, nesterov, method) -> None:
+    if not is_optimiser(optimiser):
+        raise ValueError(
+            "`optimiser` must be one of optax's, such as `optax.adam(1e-3)`, but "
+            f"{optimiser!r} was given."
+        )
+    if (isinstance(momentum, float | int) and momentum != 0) or nesterov:
+        raise ValueError(
+            "`momentum` and `nesterov` cannot be used with an `optimiser`: pass "
+            "`optax.sgd(learning_rate, momentum, nesterov)`."
+        )
+    if method not in ("auto", "matrix-free"):
+        raise ValueError(
+            'With an `optimiser` the `method` must be "auto" or "matrix-free", but '
+            f"{method!r} was given."
+        )
+
+
+def is_optimiser(x: Any) -> bool:
+    """Whether an object is an optax optimiser. Solvers of optimistix have `init`, too,
+    but `step` in place of `update`."""
+    return not isinstance(x, type) and hasattr(x, "init") and hasattr(x, "update")

@@ -20,11 +20,13 @@ from .._common._checks import (
     check_flag,
     check_less_than_one,
     check_period,
+    is_traced,
     is_zero,
     nan_unless,
     nonnegative,
     positive,
 )
+from .._common._words import how_many
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
@@ -37,11 +39,12 @@ from .._subproblem import (
     Form,
     problem_of,
     ProxLinear,
+    unless_it_rises,
 )
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import AbstractGaussNewton
-from ._inner_step import inner_step, optimiser_of, Stream
-from ._schedules import value_at
+from ._inner_step import check_optimiser, inner_step, is_optimiser, optimiser_of, Stream
+from ._schedules import is_period, out_of_range, returned_at, rounded, value_at
 from ._state import Evaluate, State, Update
 from ._stepping import take_step
 from ._termination import STANDS_STILL
@@ -66,13 +69,12 @@ def _whole(period: Any) -> Any:
     return period
 
 
-def _is_period(period: ScalarLike) -> Bool[Array, ""]:
-    period = jnp.asarray(as_float(period))
-    return (period >= 1) & ((period == jnp.floor(period)) | jnp.isinf(period))
-
-
 def _unless_zero(damping: ScalarLike) -> ScalarLike:
     return 0.0 if is_zero(damping) else as_scalar(damping)
+
+
+def _is_one(period: ScalarLike) -> bool:
+    return isinstance(period, int | float) and period == 1
 
 
 def _is_endless(period: ScalarLike) -> bool:
@@ -103,9 +105,15 @@ class IterativeLinearisation(AbstractGaussNewton):
     For squared error the K steps are one formula on the spectrum of the kernel, and
     $K = 10^8$ costs as much as K = 1. For another loss they are taken one by one, with
     the m x m kernel or by passes through the model, whichever is cheaper. For very many
-    very small steps use gradient flow (`method="flow"`). Steps that diverge end the run
-    with `optx.RESULTS.nonlinear_divergence` before they are taken; for squared error they
-    do if $\eta$ times the largest eigenvalue is above 2, or $2(1+\mu)$ with momentum.
+    very small steps use gradient flow (`method="flow"`).
+
+    For squared error the inner steps diverge if $\eta$ times the largest eigenvalue is
+    above 2, or $2(1+\mu)$ with momentum. The run ends with
+    `optx.RESULTS.nonlinear_divergence`, before the K steps are taken, if they would raise
+    the loss of the linearised model to more than 100 times its value, or some part of the
+    residual by $1/\varepsilon$. Thus a few steps slightly above the limit are allowed. A
+    single step (K = 1), and the steps of an `optimiser`, are not judged on the linearised
+    model; the loss after them is, by the `divergence` of [`gnlin.solve`][].
 
     **Arguments:**
 
@@ -114,7 +122,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         `optimiser` it may be infinite on mini-batches only. With a traced K, `"auto"`
         does not know that small singular values matter: pass `method="svd"` above
         $0.1/\varepsilon$ steps, which are $10^6$ in single precision. A function of the
-        number of linearisations so far gives each its own K, which is traced.
+        number of linearisations so far gives each its own K, which is traced: its value,
+        finite and at least 0.5, is rounded to the nearest whole number.
     - `learning_rate`: $\eta > 0$, a number or a traced scalar, or a function of the
         number of linearisations so far, such as an optax schedule. Pass either this or an
         `optimiser`.
@@ -177,7 +186,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         if self.learning_rate is not None and not callable(self.learning_rate):
             check_finite_positive("learning_rate", self.learning_rate)
         if self.optimiser is not None:
-            _check_optimiser(self.optimiser, self.momentum, self.nesterov, self.method)
+            check_optimiser(self.optimiser, self.momentum, self.nesterov, self.method)
         elif not self.restart:
             raise ValueError(
                 "`restart=False` needs an optimiser: pass "
@@ -198,12 +207,13 @@ class IterativeLinearisation(AbstractGaussNewton):
     def at(self, num_linearisations: ScalarLike) -> "IterativeLinearisation":
         """Return the solver with the values of its schedules after some linearisations,
         or itself if it has no schedule."""
-        number = jnp.asarray(num_linearisations)
-        values = {
-            name: value_at(getattr(self, name), number, within)
-            for name, within in (("period", _is_period), ("learning_rate", positive))
-            if callable(getattr(self, name))
-        }
+        number, values = jnp.asarray(num_linearisations), {}
+        if not is_traced(number) and (wrong := out_of_range(self, int(number))):
+            raise ValueError(f"After {how_many(int(number), 'linearisation')} {wrong}.")
+        if callable(self.period):
+            values["period"] = rounded(returned_at(self.period, number))
+        if callable(self.learning_rate):
+            values["learning_rate"] = value_at(self.learning_rate, number, positive)
         return dataclasses.replace(self, **values) if values else self
 
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
@@ -242,7 +252,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         """Return the damping; NaN if any hyperparameter is out of its range."""
         eta = 1.0 if self.learning_rate is None else self.learning_rate
         momentum = jnp.asarray(self.momentum)
-        sound = _is_period(self.period) & positive(eta) & (momentum >= 0) & (momentum < 1)
+        sound = is_period(self.period) & positive(eta) & (momentum >= 0) & (momentum < 1)
         return nan_unless(sound & nonnegative(self.damping), self.damping)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
@@ -260,6 +270,10 @@ class IterativeLinearisation(AbstractGaussNewton):
         answer = subproblem.solve(self.filter())
         period = jnp.asarray(as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
+        # Flow never raises the loss, and a single step is descent on the model itself.
+        if self.method != "flow" and not _is_one(self.period):
+            loss = objective.value(lin.outputs)
+            answer = unless_it_rises(subproblem, answer, loss, period > 1)
         given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,
@@ -347,36 +361,12 @@ class IterativeLinearisation(AbstractGaussNewton):
         return inner_step(self, objective, fn, y, args, state, has_aux)
 
 
-def _check_optimiser(optimiser, momentum, nesterov, method) -> None:
-    if not _is_optimiser(optimiser):
-        raise ValueError(
-            "`optimiser` must be one of optax's, such as `optax.adam(1e-3)`, but "
-            f"{optimiser!r} was given."
-        )
-    if (isinstance(momentum, float | int) and momentum != 0) or nesterov:
-        raise ValueError(
-            "`momentum` and `nesterov` cannot be used with an `optimiser`: pass "
-            "`optax.sgd(learning_rate, momentum, nesterov)`."
-        )
-    if method not in ("auto", "matrix-free"):
-        raise ValueError(
-            'With an `optimiser` the `method` must be "auto" or "matrix-free", but '
-            f"{method!r} was given."
-        )
-
-
-def _is_optimiser(x: Any) -> bool:
-    """Whether an object is an optax optimiser. Solvers of optimistix have `init`, too,
-    but `step` in place of `update`."""
-    return not isinstance(x, type) and hasattr(x, "init") and hasattr(x, "update")
-
-
 def as_solver(solver: Any) -> AbstractGaussNewton:
     """Return a solver as it is, and an optax optimiser as iterative linearisation with a
     period of 1."""
     if isinstance(solver, AbstractGaussNewton):
         return solver
-    if _is_optimiser(solver):
+    if is_optimiser(solver):
         return IterativeLinearisation(1, optimiser=solver, restart=False)
     if hasattr(solver, "shape") or isinstance(solver, list):
         raise ValueError(

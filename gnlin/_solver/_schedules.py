@@ -1,6 +1,7 @@
 """Hyperparameters that change from one outer step to the next."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,18 +11,36 @@ from jaxtyping import Array, Bool, Int, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import (
+    as_float,
     as_scalar,
     check_exponent,
     check_fraction,
     check_takes,
     check_up_to_one,
+    fraction,
     is_traced,
     nan_unless,
+    nonnegative,
+    positive,
 )
 
 
 Schedule = Callable[[Int[Array, ""]], ScalarLike]
 """A function of the number of outer steps so far, such as an optax schedule."""
+
+
+def is_period(period: ScalarLike) -> Bool[Array, ""]:
+    """Whether a number of inner steps is whole and at least 1, or infinite."""
+    period = jnp.asarray(as_float(period))
+    return (period >= 1) & ((period == jnp.floor(period)) | jnp.isinf(period))
+
+
+def rounded(value: ScalarLike) -> Array:
+    """Return the whole number nearest to a schedule's value of at least 0.5; NaN for
+    other values, which are no number of steps."""
+    value = jnp.asarray(as_float(value), float)
+    sound = (value >= 0.5) & jnp.isfinite(value)
+    return nan_unless(sound, jnp.maximum(jnp.round(value), 1))
 
 
 def value_at(
@@ -30,6 +49,12 @@ def value_at(
     within: Callable[[ScalarLike], Bool[Array, ""]],
 ) -> ScalarLike:
     """Return a constant, or a schedule's value at an outer step; NaN if out of range."""
+    value = returned_at(value, num_steps)
+    return nan_unless(within(value), value)
+
+
+def returned_at(value: ScalarLike | Schedule, num_steps: ScalarLike) -> ScalarLike:
+    """Return a constant, or a schedule's value at an outer step, whatever it is."""
     if callable(value):
         check_takes("schedule(num_steps)", value, 1)
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix dtypes
@@ -38,7 +63,38 @@ def value_at(
         if not array_like or jnp.shape(value) != ():
             what = f"the shape {jnp.shape(value)}" if array_like else repr(value)
             raise ValueError(f"A schedule must return one number, but returned {what}.")
-    return nan_unless(within(value), value)
+    return value
+
+
+# Of the settings that may be schedules: what they must be, and the test of it.
+_RANGES = {
+    "period": ("a whole number of at least 1", is_period),
+    "learning_rate": ("positive and finite", positive),
+    "momentum": ("at least 0 and less than 1", lambda x: (x >= 0) & (x < 1)),
+    "damping": ("at least 0 and finite", nonnegative),
+    "tolerance": ("between 0 and 1", fraction),
+}
+
+
+def out_of_range(solver: Any, num_steps: int) -> str:
+    """Return a clause that names a solver's setting whose value at an outer step is out
+    of its range, with the value; or "" if there is none that can be named.
+
+    - `num_steps`: the number of outer steps before that step.
+    """
+    for name, (must_be, within) in _RANGES.items():
+        value = getattr(solver, name, None)
+        is_schedule = callable(value)
+        if not (is_schedule or eqx.is_array_like(value)) or is_traced(value):
+            continue
+        found = returned_at(value, jnp.asarray(num_steps))
+        if is_schedule and name == "period":
+            must_be, within = "finite and at least 0.5", lambda x: ~jnp.isnan(rounded(x))
+        if is_traced(found):
+            continue
+        if not within(jnp.asarray(as_float(found))):
+            return f"`{name}` is {float(as_float(found)):.6g}, and must be {must_be}"
+    return ""
 
 
 class EisenstatWalker(eqx.Module):

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optimistix as optx
 from equinox import AbstractVar
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._passes import Passes
@@ -138,3 +139,33 @@ def pulled(
         return WithMomentum(problem, towards, ready)
     is_none = lambda x: x is None
     return eqx.tree_at(lambda s: s.towards, subproblem, towards, is_leaf=is_none)
+
+
+# A step is refused if it raises the loss of the linearised problem to this multiple.
+_RISE = 100.0
+
+
+def unless_it_rises(
+    subproblem: AbstractWay, answer: Answer, loss: Scalar, judged: Bool[Array, ""]
+) -> Answer:
+    """Return an answer, with the result divergence if its step raises the loss of the
+    linearised problem far above that at the linearisation.
+
+    - `loss`: the loss at the linearisation.
+    - `judged`: whether the step is judged at all.
+    """
+    decrease, passes = answer.decrease, answer.passes
+    if decrease is None:
+        problem = subproblem.problem
+        pushed = problem.jacobian.mv(answer.step)
+        if isinstance(problem, ProxLinear):
+            outputs = _tree.axpy(1, pushed, problem.outputs)
+            decrease = problem.objective.decrease(problem.outputs, outputs)
+        else:
+            along = _tree.dot(answer.step, subproblem.gradient())
+            decrease = -along - 0.5 * _tree.dot(pushed, pushed)
+        passes += Passes(jvps=problem.jacobian.a_product().jvps)
+    rises = judged & (-decrease > (_RISE - 1) * jnp.abs(loss))
+    rises &= answer.result == optx.RESULTS.successful
+    result = optx.RESULTS.where(rises, optx.RESULTS.nonlinear_divergence, answer.result)
+    return eqx.tree_at(lambda a: (a.passes, a.result), answer, (passes, result))

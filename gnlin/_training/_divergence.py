@@ -44,14 +44,21 @@ class Watch(eqx.Module):
         unset = (self.size == 0) & jnp.isfinite(loss)
         first = jnp.where(unset, loss, self.first)
         size = jnp.where(unset, jnp.abs(loss), self.size)
-        far = ~(loss - first <= (factor - 1) * size)
-        return Watch(
-            first,
-            size,
-            jnp.where(better, loss, self.best),
-            _tree.where(better, y, self.y),
-            jnp.where(far, self.num_far + 1, 0),
-        )
+        best = jnp.where(better, loss, self.best), _tree.where(better, y, self.y)
+        new = Watch(first, size, *best, self.num_far)
+        far = new.is_far(loss, factor)
+        return new._replaced(jnp.where(far, self.num_far + 1, 0))
+
+    def is_far(self, loss: Scalar, factor: float) -> Bool[Array, ""]:
+        """Whether a loss is more than `factor` times the first loss, or NaN."""
+        return ~(loss - self.first <= (factor - 1) * self.size)
+
+    def ended_if(self, diverged: Bool[Array, ""]) -> "Watch":
+        """Return the watch of a run that has also diverged in another way."""
+        return self._replaced(jnp.where(diverged, _MOST_FAR, self.num_far))
+
+    def _replaced(self, num_far: Int[Array, ""]) -> "Watch":
+        return eqx.tree_at(lambda w: w.num_far, self, num_far)
 
     @property
     def diverges(self) -> Bool[Array, ""]:

@@ -12,10 +12,18 @@ from .._common._sharding import is_here
 from .._common._words import how_many
 from .._linearisation._group_loss import GroupLosses
 from .._linearisation._linearisation import linearised
-from .._solver import LevenbergMarquardt
+from .._solver import AbstractGaussNewton, IterativeLinearisation
+from .._solver._schedules import out_of_range
 from ..losses import SquaredError
 from ._group_network import GroupNetwork
-from ._messages import AT_START, LAST_FINITE, result_name, why_it_ended
+from ._messages import (
+    AT_START,
+    is_endless,
+    LAST_FINITE,
+    result_name,
+    shorter_steps,
+    why_it_ended,
+)
 from ._solution import losses_by_group
 from ._step import Carry, StepSettings
 
@@ -49,8 +57,18 @@ _NO_GRADIENT = (
 )
 
 
-def in_words(result: str, num_steps: int, why: str = "") -> str:
-    """Return `Solution.reason`; `why` explains a failure."""
+def in_words(result: str, num_steps: int, why: str = "", *, higher: bool = False) -> str:
+    """Return `Solution.reason`.
+
+    - `why`: explains a failure.
+    - `higher`: whether the linearised model alone has converged, and the loss of the
+        model is higher than at the start.
+    """
+    if result == "successful" and higher:
+        return (
+            f"step {num_steps}: the linearised model has converged, but the loss of the "
+            "model is higher than at the start"
+        )
     if result == "nonlinear_max_steps_reached":
         all_of = "the only step was" if num_steps == 1 else f"all {num_steps} steps were"
         return f"{all_of} made"
@@ -63,6 +81,13 @@ def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
     state = carry.solver_state
     if result_name(state.result) == "nonfinite":
         report, last = state.report, LAST_FINITE if num_steps > 1 else AT_START
+        # A setting that is out of range makes the damping NaN.
+        is_set_wrong, wrong = bool(jnp.isnan(report.damping)), ""
+        if is_set_wrong:
+            number = int(state.counts.num_feature_updates) - 1
+            wrong = out_of_range(setting.solver, number)
+        if wrong:
+            return f"{wrong}; {last}."
         if _has_no_derivative(carry):
             return (
                 "the derivative is not finite, or its squares overflow, but the loss is "
@@ -73,15 +98,19 @@ def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
                 f"the loss is not finite; {last}. Look for values in the data that are "
                 "not finite, and at logarithms, divisions and powers in the function."
             )
-        if jnp.isnan(report.damping):
+        if is_set_wrong:
             what = "its damping, or another setting of the solver, is out of range"
             return f"{what}; {last}."
         return (
             f"the step is not finite; {last}. Use more damping, `bounds`, another start "
             "or double precision."
         )
-    far = carry.watch is not None and bool(carry.watch.diverges)
-    return why_it_ended(state.result, setting.divergence if far else None)
+    shorter = shorter_steps(setting.solver, on_batches=setting.streaming)
+    factor, report = setting.divergence, state.report
+    if carry.watch is None or factor is None:
+        return why_it_ended(state.result, shorter)
+    far = bool(report.step_norm) or bool(carry.watch.is_far(report.loss, factor))
+    return why_it_ended(state.result, shorter, factor if far else None)
 
 
 def _has_no_derivative(carry: Carry) -> bool:
@@ -152,11 +181,11 @@ def after_full_batch(
             f"the end: it was {losses[0]:.4g} at first, and {losses.min():.4g} at best"
         )
     if risen:
-        return (
-            f"`gnlin.solve` made {how_many(num_steps, 'step')}, and {risen}. Use "
-            "`gnlin.LevenbergMarquardt()`, more damping, a smaller learning rate or "
-            "fewer inner steps."
-        )
+        shorter = shorter_steps(setting.solver, on_batches=False)
+        made = f"made {how_many(num_steps, 'step')}"
+        if of_linearised_only(setting.solver):
+            made = "trained the linearised model to convergence"
+        return f"`gnlin.solve` {made}, and {risen}. Use {shorter}."
     changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0
     for name, own in losses_by_group(rows).items():
         # The loss of a group is the same in all rows, to the last digit.
@@ -189,12 +218,17 @@ def after_batches(
     since = _risen_from(losses)
     if not since:
         return ""
-    more = "use more damping, larger batches or a smaller learning rate"
-    if isinstance(setting.loss, GroupLosses) and setting.loss.is_drawn:
-        more = "draw more points in each step, or use more damping"
-    if not isinstance(setting.solver, LevenbergMarquardt):
-        more += ", or `gnlin.LevenbergMarquardt()` in place of this solver"
+    is_drawn = isinstance(setting.loss, GroupLosses) and setting.loss.is_drawn
+    shorter = shorter_steps(setting.solver, on_batches=setting.streaming and not is_drawn)
+    more = f"draw more points in each step, or use {shorter}"
+    more = more if is_drawn else f"use {shorter}"
     return f"`gnlin.fit` made all {len(losses)} steps, but the loss rose {since}: {more}."
+
+
+def of_linearised_only(solver: AbstractGaussNewton) -> bool:
+    """Whether a solver ends the run once the linearised model has converged."""
+    is_iterative = isinstance(solver, IterativeLinearisation)
+    return is_iterative and is_endless(solver.period)
 
 
 def _risen_from(losses: np.ndarray) -> str:

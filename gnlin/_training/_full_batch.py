@@ -73,7 +73,8 @@ def steps_inside(
 ) -> FullBatchRun:
     """Make all steps inside another compiled program."""
     sizes = most.num_rows, most.num_rows > 0, _types(setting, data, start)
-    run = _steps(setting, data, start, None, sizes, jnp.array(most.num_steps))
+    number = jnp.array(most.num_steps)
+    run = _steps(setting, data, start, None, sizes, number, number)
     return FullBatchRun(*run, is_interrupted=False)
 
 
@@ -123,8 +124,8 @@ def run(
     try:
         while left > 0 and (not parts or not now.carry.solver_state.is_over):
             began = time.monotonic()
-            number = jnp.array(min(most, left))
-            part: Any = steps(setting, data, now, outputs, sizes, number)
+            number = jnp.array(min(most, left)), jnp.array(left)
+            part: Any = steps(setting, data, now, outputs, sizes, *number)
             # The model may close over traced arrays, for example under `jax.vmap`.
             if is_traced(part):
                 if most < max_steps:
@@ -181,9 +182,11 @@ def _all_steps(
     outputs: Shapes | None,
     sizes: tuple,
     most: Array,
+    left: Array,
 ):
-    """Make at most `most` steps, from the end `now` of another call (a `_Now`) with the
-    shapes of the outputs, or from `now = (parameters, model state)`."""
+    """Make at most `most` of the steps that are `left`, from the end `now` of another
+    call (a `_Now`) with the shapes of the outputs, or from `now = (parameters, model
+    state)`."""
     num_rows, history, _ = sizes
     inputs, places = data[0], setting.places
     # These lines are inside the program, so that the model is traced for its shapes only
@@ -221,6 +224,9 @@ def _all_steps(
 
     now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
     carry, rows = kept(forwards_only(now.carry)), forwards_only(rows)
+    if carry.watch is not None:
+        is_last = now.num_steps - begun >= left
+        carry = carry.after_all_steps(setting.divergence, is_last)
     ended = carry.solver_state
     unfinished = optx.RESULTS.nonlinear_max_steps_reached
     result = optx.RESULTS.where(ended.is_over, ended.result, unfinished)

@@ -1,6 +1,11 @@
 """Names and messages of the endings of a run."""
 
+import math
+from typing import Any
+
 import optimistix as optx
+
+from .._solver import AbstractGaussNewton, IterativeLinearisation, LevenbergMarquardt
 
 
 LAST_FINITE = "the model is the last finite one"
@@ -25,11 +30,43 @@ def result_name(result: optx.RESULTS) -> str:
     return "failed"
 
 
-def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
+def is_endless(period: Any) -> bool:
+    """Whether each linearised model is trained to convergence."""
+    return not callable(period) and math.isinf(period)
+
+
+def shorter_steps(solver: AbstractGaussNewton, *, on_batches: bool) -> str:
+    """Return what makes the steps of a solver shorter or more reliable, as the object of
+    "use"; only what this solver has."""
+    if isinstance(solver, IterativeLinearisation):
+        ways = ["a smaller learning rate"]
+        if is_endless(solver.period):
+            ways = ["a finite `period`"]
+        elif solver.period != 1:
+            ways += ["fewer inner steps"]
+    else:
+        ways = ["more damping"] if hasattr(solver, "damping") else []
+        if getattr(solver, "search", "") in ("auto", None) and not on_batches:
+            ways += ["a `search`, such as `optimistix.BacktrackingArmijo()`"]
+    if on_batches:
+        ways += ["larger batches"]
+    if not isinstance(solver, LevenbergMarquardt):
+        ways += ["`gnlin.LevenbergMarquardt()` in place of this solver"]
+    *others, last = ways or ["another start"]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def why_it_ended(
+    result: optx.RESULTS,
+    shorter: str = "more damping, or another start",
+    factor: float | None = None,
+) -> str:
     """Return what went wrong in a run that failed, which model is returned, and what to
     do.
 
-    - `factor`: the multiple of the first loss that the loss has stayed above, if it has.
+    - `shorter`: what makes the steps shorter, as `shorter_steps` returns it.
+    - `factor`: the multiple of the first loss that the loss is above, if the loss of the
+        run has diverged, and not a step on the linearised problem.
     """
     last = LAST_FINITE
     name = result_name(result)
@@ -43,15 +80,10 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
             "another value of a fixed damping or learning rate."
         )
     if name == "nonlinear_divergence":
-        what = f"the next step is too long; {last}"
+        what = "the inner steps diverge on the linearised model, so they were not taken"
         if factor is not None:
-            what = f"the loss has stayed above {factor:g} times its start"
-            what += "; the model is the best so far"
-        return (
-            f"it diverged: {what}. Use more damping, larger batches, a smaller learning "
-            "rate or a `search`, or `gnlin.LevenbergMarquardt()` in place of another "
-            "solver."
-        )
+            what = f"the loss is more than {factor:g} times its start"
+        return f"it diverged: {what}; the model is the best so far. Use {shorter}."
     said = " ".join(optx.RESULTS[result].split()).split(". ")[0]
     return (
         f"{said}; {last}. Use more damping, double precision, or another method, such as "

@@ -58,6 +58,35 @@ class Carry(NamedTuple):
         loss, watch = self.solver_state.report.loss, self.watch
         return loss if watch is None else jnp.where(watch.diverges, watch.best, loss)
 
+    def at_the_best(self) -> "Carry":
+        """Return the state at the best point, with the result, if the run diverges."""
+        state, watch = self.solver_state, self.watch
+        if watch is None:
+            return self
+        result = optx.RESULTS.where(
+            watch.diverges, optx.RESULTS.nonlinear_divergence, state.result
+        )
+        return self._replace(
+            parameters=_tree.where(watch.diverges, watch.y, self.parameters),
+            solver_state=eqx.tree_at(lambda s: s.result, state, result),
+        )
+
+    def after_all_steps(
+        self, factor: float | None, is_last: ScalarLike = True
+    ) -> "Carry":
+        """Return the state of a full batch after the last step, which no further step
+        judges: if its loss is far above the first one, the run has diverged.
+
+        - `factor`: the largest loss, in multiples of the first one.
+        - `is_last`: whether no step is left.
+        """
+        watch, state = self.watch, self.solver_state
+        if watch is None or factor is None:
+            return self
+        far = watch.is_far(state.report.loss, factor) & (watch.size > 0)
+        watch = watch.ended_if(far & is_last & ~state.is_over)
+        return self._replace(watch=watch).at_the_best()
+
 
 class StepSettings(NamedTuple):
     """The settings of a whole run."""
@@ -251,11 +280,13 @@ def advanced(
         first = Watch.start(objective, watch.y, now, loss)
         watch = _tree.where(number == 0, first, watch)
         watch = watch.look(point, loss, setting.divergence)
-        y = _tree.where(watch.diverges, watch.y, y)
-        result = optx.RESULTS.where(
-            watch.diverges, optx.RESULTS.nonlinear_divergence, state.result
-        )
-        state = eqx.tree_at(lambda s: s.result, state, result)
+        if not setting.streaming:
+            # A step that is refused, or that overflows far above the start.
+            diverged = state.result == optx.RESULTS.nonlinear_divergence
+            lost = (state.result == optx.RESULTS.nonfinite) & (watch.num_far > 0)
+            watch = watch.ended_if(diverged | lost & jnp.isfinite(loss))
+        ended = Carry(y, state, None, watch).at_the_best()
+        y, state = ended.parameters, ended.solver_state
     model_state, of_loss = carry.model_state, carry.before
     if of_loss is not None:
         of_loss = model_state, jnp.asarray(number, of_loss[1].dtype)
