@@ -16,7 +16,7 @@ from ._common._progress import Bar
 from ._common._sharding import automatic, choosing, mesh_of, on_mesh, places
 from ._linearisation._bounds import check_start
 from ._linearisation._group_loss import GroupLosses
-from ._linearisation._retraction import flaw_of
+from ._linearisation._retraction import check_still, flaw_of
 from ._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ._training._curvature import without_curvature
 from ._training._data import as_batch, not_finite
@@ -183,6 +183,7 @@ def solve(
         )
     check_start(solver.bounds, parameters)
     parameters = solver.admissible(parameters)
+    check_still(solver.retraction, parameters)
     compiled = network
     if mesh is None and not is_traced((network, parameters, batch)):
         compiled = network.canonical(parameters, batch[0], key)

@@ -1094,7 +1094,9 @@ def of_losses(losses, solver=None, *, is_drawn=True):
     ones = np.ones(len(losses))
     rows = {"loss": np.asarray(losses), "gradient_norm": ones, "step_norm": ones}
     solver = gnlin.LevenbergMarquardt() if solver is None else solver
-    setting = StepSettings(solver, GroupLosses({}, {}, is_drawn), None, None)
+    setting = StepSettings(
+        solver, GroupLosses({}, {}, is_drawn), None, None, streaming=True
+    )
     return after_batches(setting, rows, made_all=True)
 
 

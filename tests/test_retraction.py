@@ -496,3 +496,38 @@ def test_the_derivative_of_an_entry_that_is_zero():
     by_hand = lambda a: (0.3 * a + 0.5) / (a**2 + 1.1)
     np.testing.assert_allclose(stepped(0.0), by_hand(0.0), rtol=1e-12)
     np.testing.assert_allclose(jax.jacfwd(stepped)(0.0), 0.3 / 1.1, rtol=1e-9)
+
+
+STILL = {
+    "by its norm": (
+        lambda p, s: p + s / jnp.linalg.norm(s) * jnp.linalg.norm(s),
+        "finite",
+    ),
+    "away": (lambda p, s: p - 0.5 * s + 0.1, "moves the start by 0.1:"),
+    "shrunk": (lambda p, s: 0.9 * p + s * p[0], "moves the start by"),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_retraction_that_moves_the_start_is_refused(name, dtype):
+    fn, said = STILL[name]
+    solver = gnlin.LevenbergMarquardt(retraction=fn)
+    start, group = jnp.ones((3, 2), dtype), gnlin.Residuals(lambda p, _: p - 2.0)
+    with pytest.raises(ValueError, match=f"`retraction` must .*{said}"):
+        gnlin.solve(start, group, solver)
+    x, line = np.linspace(0, 1, 5), lambda p, x: p[0, 0] + p[0, 1] * x
+    with pytest.raises(ValueError, match=f"`retraction` must .*{said}"):
+        gnlin.curve_fit(line, x, 2 * x, start[:1], solver=solver)
+
+
+def test_a_retraction_may_normalise_the_start():
+    normalised = lambda p, s: (p + s * p[::-1]) / jnp.linalg.norm(p + s * p[::-1])
+    solver = gnlin.LevenbergMarquardt(retraction=normalised)
+    group = gnlin.Residuals(lambda p, _: p - jnp.array([0.6, 0.8]))
+    solution = gnlin.solve(jnp.array([30.0, 1.0]), group, solver)
+    np.testing.assert_allclose(solution.model, [0.6, 0.8], rtol=1e-9)
+    # Inside a compiled program the start is not known, and nothing is checked.
+    moves = gnlin.LevenbergMarquardt(retraction=STILL["away"][0])
+    run = lambda y: gnlin.solve(y, group, moves, max_steps=2).loss
+    assert jnp.isfinite(jax.jit(run)(jnp.ones(2)))

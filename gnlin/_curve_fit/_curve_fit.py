@@ -13,7 +13,7 @@ from jaxtyping import ArrayLike, PyTree
 from .._common import _tree
 from .._common._checks import as_scalar, check_callable, check_count, check_flag
 from .._linearisation._bounds import check_start
-from .._linearisation._retraction import Retraction
+from .._linearisation._retraction import check_still, Retraction
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
@@ -204,6 +204,7 @@ def curve_fit(
     first = each_start[0]
     if solver.retraction is not None:
         Retraction.of(solver.retraction, first)  # raises an error if it does not fit
+        check_still(solver.retraction, solver.admissible(first))
     if starts is not None:
         free = _sobol(starts, first, free, bounds, many)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
-from .._common._checks import check_callable, first_line, is_own
+from .._common._checks import check_callable, first_line, is_own, is_traced
 
 
 class Retraction(eqx.Module):
@@ -96,6 +96,31 @@ class Retraction(eqx.Module):
 def flaw_of(given: Any, y: PyTree[Array]) -> str:
     """Return a flaw of the retraction that a solver was given, if any, or ""."""
     return "" if given is None else Retraction.of(given, y).flaw(y)
+
+
+def check_still(given: Any, start: PyTree[Array]) -> None:
+    """Raise an error unless a step of zero keeps a start, which one step of zero has led
+    to. Traced starts are not checked."""
+    if given is None or is_traced((given, start)):
+        return
+    again = not_moved(given, start)
+    if is_traced(again):  # the function closes over traced arrays
+        return
+    if not _tree.all_finite((start, again)):
+        raise ValueError(
+            "`retraction` must be finite for a step of zero, but is not for the start: "
+            "if it takes the norm of the step, take the root of "
+            "`jnp.where(square > 0, square, 1)`, and the limit of a quotient by another "
+            "`jnp.where`."
+        )
+    for x, y in zip(*map(jax.tree.leaves, (start, again)), strict=True):
+        change, size = jnp.max(jnp.abs(y - x)), jnp.max(jnp.abs(x))
+        if change > jnp.finfo(x.dtype).eps ** 0.5 * size:
+            raise ValueError(
+                "`retraction` must return the row itself for a step of zero, but a "
+                f"second such step moves the start by {float(change):.3g}: apply the "
+                "step to the row."
+            )
 
 
 @eqx.filter_jit

@@ -69,7 +69,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         tree of such functions has the parameters' structure, with `None` for parameters
         that are moved by addition. An array with one axis is a single row, such as one
         pose, unless the function acts on each entry by itself. The start is first moved
-        by a step of zero, which may normalise it. Retractions require a full batch and no
+        by a step of zero, which may normalise it; a second one must not move it further.
+        Retractions require a full batch and no
         bounds.
     - `verbose`: whether to print a line for each step, also within a compiled program. It
         may be a function, which is called while the program is traced, as in optimistix's

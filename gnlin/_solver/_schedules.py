@@ -44,7 +44,7 @@ def rounded(value: ScalarLike) -> Array:
 
 
 def value_at(
-    value: ScalarLike | Schedule,
+    value: Any,  # ScalarLike | Schedule
     num_steps: Int[Array, ""],
     within: Callable[[ScalarLike], Bool[Array, ""]],
 ) -> ScalarLike:
@@ -53,7 +53,7 @@ def value_at(
     return nan_unless(within(value), value)
 
 
-def returned_at(value: ScalarLike | Schedule, num_steps: ScalarLike) -> ScalarLike:
+def returned_at(value: Any, num_steps: Int[Array, ""]) -> Any:
     """Return a constant, or a schedule's value at an outer step, whatever it is."""
     if callable(value):
         check_takes("schedule(num_steps)", value, 1)
@@ -82,6 +82,7 @@ def out_of_range(solver: Any, num_steps: int) -> str:
 
     - `num_steps`: the number of outer steps before that step.
     """
+    found: Any
     for name, (must_be, within) in _RANGES.items():
         value = getattr(solver, name, None)
         is_schedule = callable(value)
@@ -93,7 +94,7 @@ def out_of_range(solver: Any, num_steps: int) -> str:
         if is_traced(found):
             continue
         if not within(jnp.asarray(as_float(found))):
-            return f"`{name}` is {float(as_float(found)):.6g}, and must be {must_be}"
+            return f"`{name}` is {float(found):.6g}, and must be {must_be}"
     return ""
 
 

@@ -46,8 +46,10 @@ def shorter_steps(solver: AbstractGaussNewton, *, on_batches: bool) -> str:
             ways += ["fewer inner steps"]
     else:
         ways = ["more damping"] if hasattr(solver, "damping") else []
-        if getattr(solver, "search", "") in ("auto", None) and not on_batches:
-            ways += ["a `search`, such as `optimistix.BacktrackingArmijo()`"]
+        if getattr(solver, "search", "") is None:
+            ways += ['`search="auto"`']
+        elif getattr(solver, "search", "") == "auto" and not on_batches:
+            ways += ["`search=optimistix.BacktrackingArmijo()`"]
     if on_batches:
         ways += ["larger batches"]
     if not isinstance(solver, LevenbergMarquardt):
