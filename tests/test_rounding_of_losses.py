@@ -142,3 +142,47 @@ def test_a_run_that_stands_still_with_something_to_gain_has_not_converged(
 def test_a_loss_that_starts_at_zero_and_falls_without_a_limit_has_not_converged():
     solution = stopped(Linear(), 0.0, 3.0)
     assert solution.result != optx.RESULTS.successful
+
+
+def moved_by(pose, points):
+    """Rotate by the pose's first three numbers (Rodrigues), and shift by the others."""
+    angle = jnp.linalg.norm(pose[:3])
+    axis = pose[:3] / angle
+
+    def each(point):
+        turned = jnp.cos(angle) * point + jnp.sin(angle) * jnp.cross(axis, point)
+        return turned + (1 - jnp.cos(angle)) * (point @ axis) * axis + pose[3:]
+
+    return jax.vmap(each)(points)
+
+
+def planes(dtype):
+    """Points on an ellipsoid, to be moved onto the planes that touch its image."""
+    rng = np.random.default_rng(5)
+    points = rng.normal(size=(500, 3))
+    points *= np.array([1, 0.7, 0.4]) / np.linalg.norm(points, axis=1)[:, None]
+    normals = points / np.array([1, 0.49, 0.16])
+    normals /= np.linalg.norm(normals, axis=1)[:, None]
+    pose = jnp.array([0.5, -0.3, 0.4, 0.9, -0.8, 0.7])
+    image = moved_by(pose, jnp.asarray(points))
+    normals = moved_by(pose, jnp.asarray(normals)) - pose[3:][None]
+    points, image, normals = (jnp.asarray(x, dtype) for x in (points, image, normals))
+    misfit = lambda y, _: jnp.sum((moved_by(y, points) - image) * normals, axis=1)
+    return misfit, pose.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("unit", [1.0, 1e6])
+@pytest.mark.parametrize("kind", [gnlin.GaussNewton, gnlin.LevenbergMarquardt])
+def test_runs_that_start_at_an_exact_solution_converge(kind, unit, dtype):
+    misfit, pose = planes(dtype)
+    in_units = lambda y, args: misfit(y * jnp.asarray(unit, dtype), args)
+    y = (pose + 0.01) / jnp.asarray(unit, dtype)
+    for k in range(4):
+        found = optx.least_squares(in_units, kind(), y, throw=False, max_steps=50)
+        assert found.result == optx.RESULTS.successful
+        y = found.value
+        # The exact pose is known.
+        error = np.abs(np.asarray(y, float) * unit - np.asarray(pose, float))
+        assert np.max(error) < 20 * np.finfo(dtype).eps
+        assert k == 0 or found.stats["num_steps"] <= 3

@@ -116,7 +116,14 @@ def verdict(
     # Single steps may gain less than the rounding while their sum gains more.
     still_loss = jnp.where(state.num_still == 0, loss, state.still_loss)
     quiet = (jnp.abs(gained) <= rounding) & (still_loss - loss <= rounding)
-    small, moves = _size_of_step(solver, atol, update.y, step, now, then)
+    is_rounding = jnp.array(False)
+    if update.problem is not None and objective.is_quadratic:
+        # Residuals of an exact solution are rounding, which changes in each step. Those
+        # before the step must be, too, because a step from larger ones may have left
+        # some error.
+        error = _ROUNDINGS * rounding_of_outputs(update.problem, point)
+        is_rounding = jnp.maximum(_tree.norm(now), _tree.norm(then)) <= error
+    small, moves = _size_of_step(solver, atol, update.y, step, now, then, is_rounding)
     if update.problem is None and objective.is_quadratic and not update.searched:
         # A step also counts as small if the outputs' rounding hides its decrease. In
         # single precision, a linear problem whose residuals vanish then converges in
@@ -166,10 +173,14 @@ def _size_of_step(
     step: PyTree[Array],
     residual: PyTree[Array],
     old_residual: PyTree[Array],
+    is_rounding: Bool[Array, ""],
 ) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
     """Whether a step was within the tolerances for each parameter and for the norm of
     the residuals, and whether it has changed a parameter. The relative tolerance is at
-    least 4 eps."""
+    least 4 eps.
+
+    - `is_rounding`: whether the residuals are no larger than their rounding.
+    """
     eps = _tree.eps((y, residual))
     change = jax.tree.map(jnp.subtract, residual, old_residual)
 
@@ -187,7 +198,7 @@ def _size_of_step(
     # A finite step may lead to a point that is not finite.
     size = norm(each)
     small_step = (size < 1) & _tree.all_finite(y)
-    return small_change & small_step, size != 0
+    return (small_change | is_rounding) & small_step, size != 0
 
 
 def has_arrived(
@@ -248,7 +259,8 @@ def has_arrived(
     lost = jnp.sqrt(2 * _rounding(loss, eps * size))
     allowed = jnp.maximum(allowed, jnp.minimum(lost, _STEEP * residual))
     rounding = _ROUNDINGS * eps * size
-    has_fallen = loss <= highest
+    # A residual below its own rounding may rise by rounding.
+    has_fallen = (loss <= highest) | (residual <= rounding)
     known = has_fallen | (rounding <= allowed)
     known &= (residual == 0) | ~_vanish(quadratic, norms, point)
     allowed += jnp.where(has_fallen, rounding, 0)
