@@ -164,7 +164,7 @@ REACHED = {
         and np.mean(n["result"].history.loss[-3:]) < 0.5 * n["result"].history.loss[0]
         and n["kernel"].shape == (10, 50)
         and n["between"].shape == (40, 20)
-        and n["contrasted"].loss < 0.5 * n["contrasted"].history.loss[0]
+        and n["contrasted"].loss < 0.7 * n["contrasted"].history.loss[0]
         and n["trained"].loss < 0.1 * n["trained"].history.loss[0]
         and n["classified"].history.loss[-1] < 0.2
         and abs(n["found"].value["rate"] - 1.3) < 0.05

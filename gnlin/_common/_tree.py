@@ -341,12 +341,6 @@ def all_finite(x: PyTree[Array]) -> Bool[Array, ""]:
     return jnp.all(jnp.stack(finite))
 
 
-def same(x: PyTree[Array], y: PyTree[Array]) -> Bool[Array, ""]:
-    """Whether all numbers of two trees of one structure are equal."""
-    each = jax.tree.map(lambda a, b: jnp.all(a == b), x, y)
-    return jax.tree.reduce(jnp.logical_and, each, jnp.array(True))
-
-
 def any_nonzero(x: PyTree[Array]) -> Bool[Array, ""]:
     return jnp.any(jnp.stack([jnp.any(leaf != 0) for leaf in joined(x)]))
 

@@ -368,8 +368,7 @@ class Run(AbstractRun):
     def settings(self) -> dict[str, str]:
         """Describe the run. This is called before the first step, while the parameters
         are still the initial ones."""
-        carry = self._carry()
-        inputs = carry, self._stream.first().arrays(0)
+        inputs = carry, _ = self._carry(), self._stream.first().arrays(0)
         of_run = self._stream, self._rows.columns, self.model, carry.model_state
         return described_run(self._setting, inputs, *of_run)
 

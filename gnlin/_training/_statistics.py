@@ -259,7 +259,10 @@ def batch_statistics(
     !!! example
 
         ```python
-        state = gnlin.predict.batch_statistics(model, state, inputs, batch_size=128)
+        make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
+        model, state = make(3, "batch", mode="batch")
+        inputs = jax.random.normal(jax.random.key(0), (1000, 3))
+        state = gnlin.predict.batch_statistics(model, state, inputs, batch_size=125)
         ```
     """
     if batch_size is not None:

@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
     def is_at(self, y: PyTree[Array]) -> Bool[Array, ""]:
         """Whether the linearisation is at this point."""
-        return _tree.same(self.point, y)
+        return ~_tree.any_nonzero(jax.tree.map(jnp.subtract, self.point, y))
 
 
 class Carry(NamedTuple):
