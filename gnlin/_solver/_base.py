@@ -70,8 +70,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         that are moved by addition. An array with one axis is a single row, such as one
         pose, unless the function acts on each entry by itself. The start is first moved
         by a step of zero, which may normalise it; a second one must not move it further.
-        Retractions require a full batch and no
-        bounds.
+        Retractions require a full batch and no bounds.
     - `verbose`: whether to print a line for each step, also within a compiled program. It
         may be a function, which is called while the program is traced, as in optimistix's
         solvers: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,

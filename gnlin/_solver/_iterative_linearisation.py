@@ -123,7 +123,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         does not know that small singular values matter: pass `method="svd"` above
         $0.1/\varepsilon$ steps, which are $10^6$ in single precision. A function of the
         number of linearisations so far gives each its own K, which is traced: its value,
-        finite and at least 0.5, is rounded to the nearest whole number.
+        at least 0.5, is rounded to the nearest whole number, and may be infinite.
     - `learning_rate`: $\eta > 0$, a number or a traced scalar, or a function of the
         number of linearisations so far, such as an optax schedule. Pass either this or an
         `optimiser`.

@@ -36,11 +36,10 @@ def is_period(period: ScalarLike) -> Bool[Array, ""]:
 
 
 def rounded(value: ScalarLike) -> Array:
-    """Return the whole number nearest to a schedule's value of at least 0.5; NaN for
-    other values, which are no number of steps."""
+    """Return the whole number nearest to a schedule's value of at least 0.5, or infinity;
+    NaN for other values, which are no number of steps."""
     value = jnp.asarray(as_float(value), float)
-    sound = (value >= 0.5) & jnp.isfinite(value)
-    return nan_unless(sound, jnp.maximum(jnp.round(value), 1))
+    return nan_unless(value >= 0.5, jnp.maximum(jnp.round(value), 1))
 
 
 def value_at(
@@ -90,7 +89,7 @@ def out_of_range(solver: Any, num_steps: int) -> str:
             continue
         found = returned_at(value, jnp.asarray(num_steps))
         if is_schedule and name == "period":
-            must_be, within = "finite and at least 0.5", lambda x: ~jnp.isnan(rounded(x))
+            must_be, within = "at least 0.5", lambda x: ~jnp.isnan(rounded(x))
         if is_traced(found):
             continue
         if not within(jnp.asarray(as_float(found))):
