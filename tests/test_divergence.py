@@ -50,23 +50,24 @@ def linear_problem(component):
 @pytest.mark.parametrize("method", ["svd", "eigh", "kernel", "matrix-free"])
 @pytest.mark.parametrize("component", [1e-3, 1.0])
 def test_steps_that_raise_the_linearised_loss_are_refused(method, component):
-    """Ten steps at eta w = 3 multiply one part of the residual by 1,024, and the literal
+    """Thirty steps at eta w = 3 multiply one part of the residual by 2^30. The literal
     loop in NumPy says what becomes of the loss."""
     model, data, phi = linear_problem(component)
     r, z = -data[1], np.zeros(2)
-    for _ in range(10):
+    for _ in range(30):
         z -= 3.0 * phi.T @ (phi @ z + r)
     first, last = 0.5 * r @ r, 0.5 * np.sum((phi @ z + r) ** 2)
-    solver = gnlin.IterativeLinearisation(10, 3.0, method=method)
+    solver = gnlin.IterativeLinearisation(30, 3.0, method=method)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        solution = gnlin.solve(model, data, solver, max_steps=1)
-    if last > 100 * first:
+        solution = gnlin.solve(model, data, solver, max_steps=1, divergence=None)
+    most = first / np.finfo(float).eps
+    if last > most:
         assert solution.result == optx.RESULTS.nonlinear_divergence
         np.testing.assert_array_equal(solution.model[1], 0)
     else:
         np.testing.assert_allclose(solution.model[1], z, rtol=1e-9)
-    assert (last > 100 * first) == (component == 1.0)
+    assert (last > most) == (component == 1.0)
 
 
 @pytest.mark.parametrize(

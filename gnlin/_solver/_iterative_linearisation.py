@@ -109,9 +109,9 @@ class IterativeLinearisation(AbstractGaussNewton):
 
     For squared error the inner steps diverge if $\eta$ times the largest eigenvalue is
     above 2, or $2(1+\mu)$ with momentum. The run ends with
-    `optx.RESULTS.nonlinear_divergence`, before the K steps are taken, if they would raise
-    the loss of the linearised model to more than 100 times its value, or some part of the
-    residual by $1/\varepsilon$. Thus a few steps slightly above the limit are allowed. A
+    `optx.RESULTS.nonlinear_divergence`, before the K steps are taken, if they would
+    multiply the loss of the linearised model, or some part of the residual, by more than
+    $1/\varepsilon$. From smaller rises a run may recover, so these steps are taken. A
     single step (K = 1), and the steps of an `optimiser`, are not judged on the linearised
     model; the loss after them is, by the `divergence` of [`gnlin.solve`][].
 

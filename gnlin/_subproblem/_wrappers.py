@@ -141,15 +141,11 @@ def pulled(
     return eqx.tree_at(lambda s: s.towards, subproblem, towards, is_leaf=is_none)
 
 
-# A step is refused if it raises the loss of the linearised problem to this multiple.
-_RISE = 100.0
-
-
 def unless_it_rises(
     subproblem: AbstractWay, answer: Answer, loss: Scalar, judged: Bool[Array, ""]
 ) -> Answer:
-    """Return an answer, with the result divergence if its step raises the loss of the
-    linearised problem far above that at the linearisation.
+    """Return an answer, with the result divergence if its step multiplies the loss of the
+    linearised problem by more than 1/eps. A run may recover from a smaller rise.
 
     - `loss`: the loss at the linearisation.
     - `judged`: whether the step is judged at all.
@@ -165,7 +161,7 @@ def unless_it_rises(
             along = _tree.dot(answer.step, subproblem.gradient())
             decrease = -along - 0.5 * _tree.dot(pushed, pushed)
         passes += Passes(jvps=problem.jacobian.a_product().jvps)
-    rises = judged & (-decrease > (_RISE - 1) * jnp.abs(loss))
+    rises = judged & (-decrease * _tree.eps(loss) > jnp.abs(loss))
     rises &= answer.result == optx.RESULTS.successful
     result = optx.RESULTS.where(rises, optx.RESULTS.nonlinear_divergence, answer.result)
     return eqx.tree_at(lambda a: (a.passes, a.result), answer, (passes, result))
