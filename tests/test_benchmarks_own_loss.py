@@ -63,6 +63,7 @@ def runs_of(task, periods=(1e3,), num_steps=2):
     return settings, Runs(point, k_vs_lambda.train(settings, point, Place()))
 
 
+@pytest.mark.slow
 def test_label_smoothing_trains_by_its_excess_over_the_least_loss(task):
     written(task, SMOOTHED)
     settings, runs = runs_of(task, periods=(100.0,), num_steps=60)
@@ -111,6 +112,7 @@ def test_the_loss_of_the_runs_is_that_of_the_file(task):
     np.testing.assert_allclose(found["test_error"][0, 0], wrong, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_probabilities_and_weights_of_classes_are_trained_with_accuracy(task):
     loss = "gnlin.SoftmaxCrossEntropy(class_weights=[1.0, 3.0])"
     written(task, f"{PROBABILITIES}\nimport gnlin\nloss = {loss}\n")

@@ -73,6 +73,9 @@ def check_equal(one, other, rtol=1e-6):
     assert str(one).splitlines()[0] == str(other).splitlines()[0]
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -80,10 +83,10 @@ def check_equal(one, other, rtol=1e-6):
         {"sigma": 0.02},
         {"max_steps": 2},  # ends before the minimum, at a point not linearised
         {"bounds": ([0.0, 0.0], [1.8, np.inf])},
-        {"loss": gnlin.losses.Huber(2.0), "sigma": 0.02},
-        {"loss": gnlin.losses.Huber(2.0)},
-        {"sigma": 0.02, "sigma_x": 0.01},
-        {"bounds": ([0.0, 0.0], [9.0, 9.0]), "starts": 4},
+        slow({"loss": gnlin.losses.Huber(2.0), "sigma": 0.02}),
+        slow({"loss": gnlin.losses.Huber(2.0)}),
+        slow({"sigma": 0.02, "sigma_x": 0.01}),
+        slow({"bounds": ([0.0, 0.0], [9.0, 9.0]), "starts": 4}),
         {"solver": gnlin.DampedGaussNewton(1e-6)},
     ],
 )
@@ -115,6 +118,7 @@ def test_a_parameter_on_a_plateau_is_not_determined():
         check_equal(*both(x, y, np.array(start)))
 
 
+@pytest.mark.slow
 def test_single_precision():
     x, y = (a.astype(np.float32) for a in data())
     one, other = both(x, y, np.array([1.0, 1.0], np.float32))

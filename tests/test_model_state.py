@@ -1,6 +1,7 @@
 """The state that a run returns: its model predicts as well in inference mode as it was
 trained."""
 
+import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,10 @@ def statistics_for_inference(model, state):
     return [np.asarray(x) / weight for x in state.get(model.norm.batch_state_index)]
 
 
-@pytest.mark.parametrize("momentum", [0.5, 0.9, 0.99])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("momentum", [slow(0.5), slow(0.9), 0.99])
 @pytest.mark.parametrize("driver", ["solve", "fit"])
 def test_a_full_batch_leaves_the_statistics_of_its_data(driver, momentum):
     model, state = made(Net, momentum)
@@ -136,7 +140,7 @@ def test_a_full_batch_leaves_the_statistics_of_its_data(driver, momentum):
 
 @pytest.mark.filterwarnings("ignore:.*and the loss rose in")  # each step has its own
 @pytest.mark.parametrize("mode", ["ema", "spectral"])
-@pytest.mark.parametrize("max_steps", [1, 12, 200])
+@pytest.mark.parametrize("max_steps", [slow(1), 12, slow(200)])
 def test_the_loss_is_that_of_the_state_that_is_returned(mode, max_steps):
     """Normalisation by running statistics, whose outputs depend on earlier steps, and
     spectral normalisation."""
