@@ -2,6 +2,7 @@
 trained."""
 
 import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
