@@ -209,3 +209,12 @@ def test_a_step_that_does_not_move_ends_the_run():
     lengths = fit.history["step_norm"]
     size = np.linalg.norm(fit.parameters)
     assert np.sum(lengths < 1e-16 * size) <= 2
+
+
+def test_a_distance_of_rounding_is_not_told():
+    """Residuals of an exact curve and their noise are both rounding."""
+    x, _ = data()
+    for f in (looped, unrolled):
+        fit = gnlin.curve_fit(f, x, unrolled(jnp.array([2.0, 1.5]), x), np.ones(2))
+        assert "within" not in str(fit)
+        assert str(fit).startswith("converged in")

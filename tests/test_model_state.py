@@ -288,3 +288,16 @@ def test_statistics_that_cannot_be_taken(arguments, message):
     positional = [given.pop(name) for name in ("model", "state", "inputs")]
     with pytest.raises(ValueError, match=message):
         gnlin.predict.batch_statistics(*positional, **given)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.99, 0.9999])
+def test_statistics_have_all_digits_with_any_momentum(momentum):
+    make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
+    kind = {"mode": "batch", "momentum": momentum, "dtype": jnp.float32}
+    norm, state = make(3, "batch", **kind)
+    inputs = 5 + 2 * jax.random.normal(jax.random.key(0), (400, 3), jnp.float32)
+    state = gnlin.predict.batch_statistics(norm, state, inputs)
+    predicts = eqx.nn.inference_mode(norm)
+    found, _ = jax.vmap(predicts, in_axes=(0, None), out_axes=(0, None))(inputs, state)
+    np.testing.assert_allclose(np.mean(found, axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(np.var(found, axis=0), 1, rtol=1e-4)

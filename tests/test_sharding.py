@@ -85,8 +85,9 @@ def test_a_matrix_free_product_is_one_all_reduce(few):
     # verdict's probes.
     assert [size for _, size, depth in collectives if depth == 2] == 2 * [of_parameters]
     assert max(depth for _, _, depth in collectives) == 2
-    # The gradient, its rounding, and the loss before and after
-    assert max(size for _, size, _ in collectives) == 2 * of_parameters + 16
+    # The gradient, its rounding and the verdict's product, with losses
+    around = [size for _, size, depth in collectives if depth < 2]
+    assert 3 * of_parameters < sum(around) < 3 * of_parameters + 200
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from ._not_finite import what_is_not_finite
 from ._points import place_of, total
 from ._problem import flat_box, Posed
 from ._residuals import ignored, num_points, outlying, points
+from ._statistics import NEAR
 
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 _MOST = 0.5
 # More outliers than this part probably mean a worse minimum. Cauchy noise has 14 %.
 _MOST_OUTLYING = 0.25
-# A larger distance to the minimum, in standard errors, is told.
+# A larger distance to the minimum, in standard errors, is told. Beyond `NEAR` the run has
+# converged by its gradient, and the distance is one of rounding or of a kink.
 _FAR = 1e-3
 # The most undetermined directions that a message describes.
 _MOST_DIRECTIONS = 3
@@ -42,7 +44,7 @@ def reason(fit: "CurveFit") -> str:
     if fit._setting.many or isinstance(fit.chi_squared, Tracer):
         return ""
     converged = f"converged in {how_many(int(fit.num_steps), 'step')}"
-    if (distance := float(fit._end.distance)) > _FAR:
+    if _FAR < (distance := float(fit._end.distance)) <= NEAR:
         converged += f", to within {distance:.1g} standard errors"
     return _without_maximum(fit) or _failure(fit) or converged
 

@@ -172,11 +172,12 @@ def _in_two(
     - `is_refit`: whether only the end of the run is wanted.
     """
     first = _first(setting, data, start, num_rows)
-    if first.is_elsewhere or (first.is_open and not is_refit):
-        end = first.end._replace(kept=None) if first.is_elsewhere else first.end
-        fitted, found, _ = _second(setting, data, start, end)
-        return fitted, found
-    return first.fitted, first.found
+    end, is_elsewhere = first.end, bool(first.is_elsewhere)
+    if not is_elsewhere and (is_refit or not first.is_open):
+        return first.fitted, first.found
+    end = end._replace(kept=None if is_elsewhere else end.kept)
+    fitted, found, _ = _second(setting, data, start, end)
+    return fitted, found
 
 
 def _statistics(

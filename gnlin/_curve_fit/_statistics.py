@@ -25,7 +25,7 @@ from ._undetermined import Totals
 # A run that stands still within this part of a standard error of the minimum has
 # converged, as in MINUIT, whose limit is 0.014. The tolerances with which a differential
 # equation is solved rarely allow a gradient of zero.
-_NEAR = 1e-2
+NEAR = 1e-2
 
 
 class Fitted(NamedTuple):
@@ -58,7 +58,7 @@ class Fitted(NamedTuple):
 
     def judged(self, result: optx.RESULTS) -> optx.RESULTS:
         """Return how the run ended, given the result of the solver."""
-        has_converged = (result == STANDS_STILL) & (self.distance <= _NEAR)
+        has_converged = (result == STANDS_STILL) & (self.distance <= NEAR)
         return optx.RESULTS.where(has_converged, optx.RESULTS.successful, result)
 
 

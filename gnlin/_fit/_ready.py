@@ -89,11 +89,8 @@ def ready(
         assert fresh is not None
         training = min(float(losses.training), float(fresh.inference))
         losses = losses._replace(training=training)
-    return (
-        state,
-        carry.loss,
-        doubt_of_batches(losses, first, is_refreshed=not can_refresh),
-    )
+    doubt = doubt_of_batches(losses, first, is_refreshed=not can_refresh)
+    return state, carry.loss, doubt
 
 
 def _mean_losses(

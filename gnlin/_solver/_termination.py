@@ -133,9 +133,9 @@ def verdict(
         outputs = jax.tree.map(jnp.subtract, then, zeros)
         size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
         small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
-    more = jnp.where(on_detour, 0, 1)
-    if update.searched:  # The next linearisation will be this one.
-        more = jnp.where(moves | on_detour, more, _MOST_STILL)
+    # After a search whose step moves nothing, the next linearisation would be this one.
+    more = jnp.where(moves, 1, _MOST_STILL) if update.searched else 1
+    more = jnp.where(on_detour, 0, more)
     return Ended(
         arrived,
         # A detour that is lost takes no step.

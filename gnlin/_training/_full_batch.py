@@ -223,10 +223,11 @@ def _all_steps(
         return ~now.carry.solver_state.is_over & (now.num_steps - begun < most)
 
     now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
-    carry, rows = kept(forwards_only(now.carry)), forwards_only(rows)
+    carry, rows = forwards_only(now.carry), forwards_only(rows)
     if carry.watch is not None:
         is_last = now.num_steps - begun >= left
         carry = carry.after_all_steps(setting.divergence, is_last)
+    carry = kept(carry)
     ended = carry.solver_state
     unfinished = optx.RESULTS.nonlinear_max_steps_reached
     result = optx.RESULTS.where(ended.is_over, ended.result, unfinished)

@@ -79,7 +79,9 @@ def _statistics(norms: list[eqx.nn.BatchNorm], before: Any, after: Any) -> Stati
     found = []
     for norm in norms:
         count, called = (s.get(norm.batch_counter) for s in (before, after))
-        weight = 1 - norm.momentum ** (called - count)[..., None]
+        number = (called - count)[..., None]
+        log = math.log(norm.momentum) if norm.momentum > 0 else -math.inf
+        weight = jnp.where(number > 0, -jnp.expm1(number * log), 0)
         running = before.get(norm.batch_state_index)
         kept = [x / _scale(norm, before) for x in running]
         new = after.get(norm.batch_state_index)
@@ -213,7 +215,8 @@ def over_batches(
         of_batch = _of_batch(network, parameters, state, inputs, keys)
         if means is None:
             means = of_batch
-        means = jax.tree.map(lambda m, x, n=i + 1: m + (x - m) / n, means, of_batch)
+        else:
+            means = jax.tree.map(lambda m, x, n=i + 1: m + (x - m) / n, means, of_batch)
     if means is None or not _tree.all_finite(means):  # A batch may have bad numbers.
         return state
     return _with_statistics(norms, state, means)
@@ -305,7 +308,8 @@ def doubt_of_full_batch(driver: str, losses: Losses | None, first: float) -> str
         f"of {float(losses.inference):.4g} in inference mode with the state that is "
         "returned: before it predicts, call it in training mode on all data, again and "
         "again, until its state no longer changes; or use `equinox.nn.BatchNorm` with "
-        '`mode="batch"`, whose statistics are taken at the end of the run.'
+        '`mode="batch"`, one for each layer, whose statistics are taken at the end of '
+        "the run."
     )
 
 
