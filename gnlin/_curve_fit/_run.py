@@ -12,7 +12,7 @@ from .._jacobian import AtOnce
 from .._linearisation._linearisation import linearise
 from .._solver import AbstractGaussNewton
 from .._solver._adjoint import held_at_bounds, LeastNorm
-from .._training._full_batch import Most, steps_inside
+from .._training._full_batch import steps_inside
 from .._training._solution import of_full_batch
 from .._training._step import Kept, StepSettings
 from ..losses._of_examples import loss_beside
@@ -71,7 +71,7 @@ def _minimum(inputs: Any) -> tuple[PyTree[Array], tuple]:
     steps = StepSettings(solver, loss, network, None, keeps=keeps)
     variables = solver.admissible(posed.variables(start))
     with choosing():
-        end = steps_inside(steps, batch, (variables, None), Most(left, num_rows))
+        end = steps_inside(steps, batch, (variables, None), left, num_rows)
     carry, num_steps = end.now
     history = of_full_batch(end.rows) if num_rows else None
     return carry.parameters, (history, end.result, num_steps, carry.kept)

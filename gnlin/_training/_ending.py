@@ -220,9 +220,11 @@ def after_batches(
         return ""
     is_drawn = isinstance(setting.loss, GroupLosses) and setting.loss.is_drawn
     shorter = shorter_steps(setting.solver, on_batches=setting.streaming and not is_drawn)
-    more = f"draw more points in each step, or use {shorter}"
-    more = more if is_drawn else f"use {shorter}"
-    return f"`gnlin.fit` made all {len(losses)} steps, but the loss rose {since}: {more}."
+    more = "draw more points in each step, or " if is_drawn else ""
+    return (
+        f"`gnlin.fit` made all {len(losses)} steps, but the loss rose {since}: {more}use "
+        f"{shorter}."
+    )
 
 
 def of_linearised_only(solver: AbstractGaussNewton) -> bool:

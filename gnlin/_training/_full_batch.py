@@ -36,14 +36,6 @@ _BRIEF = 2**22
 _FIRST_STEPS, _GROWTH, _SECONDS = 1, 8, 0.5
 
 
-class Most(NamedTuple):
-    """The maximum number of steps of a run inside a compiled program, which may be
-    traced, and the number of rows of its history, which is 0 for none."""
-
-    num_steps: int | Int[Array, ""]
-    num_rows: int
-
-
 def rows_for(max_steps: int) -> int:
     """Return the number of rows to allocate, which is the same for similar
     `max_steps`."""
@@ -69,18 +61,25 @@ class FullBatchRun(NamedTuple):
 
 
 def steps_inside(
-    setting: StepSettings, data: tuple, start: tuple, most: Most
+    setting: StepSettings,
+    data: tuple,
+    start: tuple,
+    max_steps: int | Int[Array, ""],
+    num_rows: int,
 ) -> FullBatchRun:
-    """Make all steps inside another compiled program."""
-    sizes = most.num_rows, most.num_rows > 0, _types(setting, data, start)
-    number = jnp.array(most.num_steps)
+    """Make all steps inside another compiled program.
+
+    - `num_rows`: the number of rows of the history; 0 for no history.
+    """
+    sizes = num_rows, num_rows > 0, _types(jax.tree.leaves((setting, data, start)))
+    number = jnp.array(max_steps)
     run = _steps(setting, data, start, None, sizes, number, number)
     return FullBatchRun(*run, is_interrupted=False)
 
 
-def _types(*trees: Any) -> tuple[type, ...]:
+def _types(leaves: list[Any]) -> tuple[type, ...]:
     """Return a part of the cache key: 3 == 3.0, but they need different programs."""
-    return tuple(map(type, jax.tree.leaves(trees)))
+    return tuple(map(type, leaves))
 
 
 def run(
@@ -93,11 +92,12 @@ def run(
 ) -> FullBatchRun:
     """Make all steps, in several calls of one program. Between calls, more history is
     allocated, the progress bar is updated and Ctrl-C is noticed."""
-    leaves, types = jax.tree.leaves((setting, data, start)), _types(setting, data, start)
+    leaves = jax.tree.leaves((setting, data, start))
+    types = _types(leaves)
 
     def whole() -> FullBatchRun:
-        most = Most(max_steps, max_steps if history else 0)
-        return steps_inside(setting, data, start, most)
+        num_rows = max_steps if history else 0
+        return steps_inside(setting, data, start, max_steps, num_rows)
 
     # Inside another compiled program, make all steps in one call. The new array is traced
     # there, even if all leaves are constants that the program closes over.
