@@ -272,6 +272,10 @@ def test_statistics_of_a_model_that_was_not_trained():
     ("arguments", "message"),
     [
         ({"state": None}, "pass `state`"),
+        (
+            {"inputs": jnp.asarray(X).at[3].set(jnp.nan)},
+            "input of example 3 is not finite: leave",
+        ),
         ({"inputs": X[:10], "batch_size": 20}, "at least 20 examples, but have"),
         ({"inputs": (X, X[:5])}, "one leading axis over at least 1 examples"),
         ({"inputs": 3.0}, "one leading axis"),

@@ -14,6 +14,7 @@ from jaxtyping import Array, Key, PyTree, ScalarLike
 from .._common import _tree
 from .._common._checks import as_key, check_count
 from .._common._quickly import quickly
+from ._data import not_finite
 from ._model import in_single, make_network, Network
 from ._step import Carry, key_of_steps, StepSettings
 
@@ -257,7 +258,8 @@ def batch_statistics(
     **Returns:** the new state.
 
     **Raises:** `ValueError` if the model has no batch normalisation in training mode with
-    `mode="batch"`, or if there are fewer inputs than `batch_size`.
+    `mode="batch"`, if there are fewer inputs than `batch_size`, or if an input is not
+    finite.
 
     !!! example
 
@@ -284,6 +286,8 @@ def batch_statistics(
             "`inputs` must be arrays with one leading axis over at least "
             f"{batch_size or 1} examples, but have {sorted(lengths)}."
         )
+    if fault := not_finite(arrays, None):
+        raise ValueError(f"{fault.removesuffix('.')}: leave such examples out.")
     (num_examples,) = lengths
     size = batch_size or num_examples
     steps = key_of_steps(jax.random.key(0) if key is None else as_key(key))
