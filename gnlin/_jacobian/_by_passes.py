@@ -28,13 +28,23 @@ from ._directions import Direction
 _LONG = 256
 
 
-class ByPasses(AbstractJacobian):
+class AbstractByPasses(AbstractJacobian):
     """A matrix-free Jacobian. The forward pass at the point is stored; each product is
-    one tangent or one transposed pass. The dense matrix takes min(m, p) passes, unless
-    `jac` fixes their direction."""
+    one tangent or one transposed pass. The dense matrix takes passes in the direction
+    that needs fewer, unless `jac` fixes it."""
 
     _jvp: Callable[[PyTree[Array]], PyTree[Array]]
-    jac: Direction | None = eqx.field(static=True, default=None)
+    jac: Direction | None = eqx.field(static=True)
+
+    @property
+    def shape_of_passes(self) -> tuple[int, int]:
+        """How many transposed, and how many tangent passes make the dense matrix."""
+        return self.shape
+
+    @property
+    def is_by_forward(self) -> bool:
+        """Whether the dense matrix is made by forward mode."""
+        return is_by_forward(self.jac, self.shape_of_passes)
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         check_real("A vector that a Jacobian multiplies", vector)
@@ -46,7 +56,7 @@ class ByPasses(AbstractJacobian):
         return out
 
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
-        if is_by_forward(self.jac, self.shape):
+        if self.is_by_forward:
             p = self.domain.size
             column = lambda v: self.push_forward(self.domain.unravel(v))
             basis = jnp.eye(p, dtype=self.domain.dtype)
@@ -58,6 +68,35 @@ class ByPasses(AbstractJacobian):
             rows = self.chunked(self.pull_back, basis)
             blocks = [Rows(x) for x in jax.tree.leaves(rows)]
         return blocks if wanted is None else [blocks[k] for k in wanted]
+
+    def at_hand(self) -> AtHand:
+        return AtHand.of(self, self.blocks())
+
+    def transformed(
+        self, matrices: PyTree[Array], codomain: Structure
+    ) -> "AbstractByPasses":
+        jvp = Partial(_transformed, matrices, self._jvp)
+        return dataclasses.replace(self, codomain=codomain, _jvp=jvp)
+
+    def cost(self) -> Cost:
+        m, p = self.shape
+        num_vjps, num_jvps = self.shape_of_passes
+        rows = Passes(jvps=num_jvps) if self.is_by_forward else Passes(vjps=num_vjps)
+        program = jax.make_jaxpr(self._jvp)(self.domain.tree).jaxpr
+        return Cost(
+            shape=(m, p),
+            itemsize=self.domain.dtype.itemsize,
+            rows=rows,
+            gram=self._gram_passes(rows),
+            one_pass=num_flops(program),
+            gram_operations=2.0 * float(m) ** 2 * p,
+            num_bytes=sum(self.block_bytes()),
+            memory_budget=self.memory_budget,
+        )
+
+
+class ByPasses(AbstractByPasses):
+    """A matrix-free Jacobian of a function without known structure."""
 
     def summed(self, of_blocks, part_bytes):
         if self.fits() or self.jac == "fwd":
@@ -73,36 +112,13 @@ class ByPasses(AbstractJacobian):
 
         return summed_over(of_part, jnp.arange(0, m, size))
 
-    def at_hand(self) -> AtHand:
-        return AtHand.of(self, self.blocks())
-
     def of_one_array(self) -> "ByPasses":
         flat = jax.ShapeDtypeStruct((self.domain.size,), self.domain.dtype)
         jvp = Partial(_of_raveled, self._jvp, Partial(self.domain.unravel))
         return dataclasses.replace(self, domain=Structure.of(flat), _jvp=jvp)
 
-    def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "ByPasses":
-        jvp = Partial(_transformed, matrices, self._jvp)
-        return dataclasses.replace(self, codomain=codomain, _jvp=jvp)
-
     def bytes_at_once(self) -> int:
         return sum(self.block_bytes())  # every pass makes a part of all blocks
-
-    def cost(self) -> Cost:
-        m, p = self.shape
-        forward = is_by_forward(self.jac, (m, p))
-        rows = Passes(jvps=p) if forward else Passes(vjps=m)
-        program = jax.make_jaxpr(self._jvp)(self.domain.tree).jaxpr
-        return Cost(
-            shape=(m, p),
-            itemsize=self.domain.dtype.itemsize,
-            rows=rows,
-            gram=self._gram_passes(rows),
-            one_pass=num_flops(program),
-            gram_operations=2.0 * float(m) ** 2 * p,
-            num_bytes=sum(self.block_bytes()),
-            memory_budget=self.memory_budget,
-        )
 
 
 def is_by_forward(jac: Direction | None, shape: tuple[int, int]) -> bool:

@@ -1,5 +1,6 @@
 """The Jacobian of a function of independent examples."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +15,12 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import of_one_example
 from .._common._checks import check_count
 from .._common._convolutions import channels_last
-from .._common._passes import Passes
 from .._common._sharding import is_sharded
 from .._common._tree import ravel_pytree, Structure
 from . import _program
-from ._at_hand import AtHand
-from ._base import AbstractJacobian, Of, summed_over
+from ._base import Of, summed_over
 from ._block import AbstractBlock, Rows
-from ._by_passes import ByPasses, is_by_forward
+from ._by_passes import AbstractByPasses
 from ._cost import Cost
 from ._layer import Layer
 
@@ -109,31 +108,18 @@ def _number(examples: PyTree[Array]) -> int:
     return jax.tree.leaves(examples)[0].shape[0]
 
 
-class OfExamples(AbstractJacobian):
-    """A Jacobian that takes as many reverse passes as one example has outputs, for some
-    arrays of parameters or some examples at a time. The blocks of dense and
-    convolutional layers are stored as factors."""
+class OfExamples(AbstractByPasses):
+    """The Jacobian of `function(y, args)`. It takes as many reverse passes as one example
+    has outputs, for some arrays of parameters or some examples at a time. The blocks of
+    dense and convolutional layers are stored as factors."""
 
-    _passes: ByPasses
     function: PerExample
     _point: PyTree[Array]
     _args: PyTree[Array]
 
-    def __init__(self, passes: ByPasses, fn: PerExample, point: PyTree, args: PyTree):
-        """`passes` is the Jacobian of `fn(y, args)` at `point`."""
-        self._passes = passes
-        self.function = fn
-        self._point = point
-        self._args = args
-        self.domain = passes.domain
-        self.codomain = passes.codomain
-        self.memory_budget = passes.memory_budget
-
-    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        return self._passes.mv(vector)
-
-    def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        return self._passes.rmv(vector)
+    @property
+    def shape_of_passes(self) -> tuple[int, int]:
+        return self._outputs_of_one().size, self.domain.size
 
     def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         if self.function.part_size is None:
@@ -149,14 +135,14 @@ class OfExamples(AbstractJacobian):
 
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         whole = self.function.part_size is None
-        if whole and self._is_by_forward():
-            return self._passes.blocks(wanted)
+        if whole and self.is_by_forward:
+            return super().blocks(wanted)
         wanted = range(len(self.domain.leaves)) if wanted is None else wanted
         return self._blocks_of(self._args, wanted)
 
     def _blocks_of(self, args, wanted: Sequence[int]) -> Sequence[AbstractBlock]:
         outputs = self._outputs_of_one()
-        if self._is_by_forward():
+        if self.is_by_forward:
             of_example = functools.partial(_rows_forward, self._fn, self._point)
             rows = jax.tree.leaves(by_parts(of_example, args, self.function.part_size))
             found = [rows[leaf] for leaf in wanted]
@@ -180,7 +166,7 @@ class OfExamples(AbstractJacobian):
 
     def in_turn(self, array: Array) -> tuple["OfExamples", Array]:
         point, array = jax.lax.optimization_barrier((self._point, array))
-        return OfExamples(self._passes, self.function, point, self._args), array
+        return dataclasses.replace(self, _point=point), array
 
     def summed(self, of_blocks, part_bytes):
         n = self._num_examples()
@@ -201,29 +187,20 @@ class OfExamples(AbstractJacobian):
         total = summed_over(lambda part: of_part(whole(part)), parts)
         return total if last is None else jax.tree.map(jnp.add, total, of_part(last))
 
-    def at_hand(self) -> AtHand:
-        return AtHand.of(self, self.blocks())
-
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "OfExamples":
-        return OfExamples(
-            self._passes.transformed(matrices, codomain),
-            PerExample(eqx.Partial(_transformed_fn, self._fn), self.function.part_size),
-            self._point,
-            (self._args, matrices),
+        fn = eqx.Partial(_transformed_fn, self._fn)
+        return dataclasses.replace(
+            super().transformed(matrices, codomain),
+            function=PerExample(fn, self.function.part_size),
+            _args=(self._args, matrices),
         )
 
     def cost(self) -> Cost:
-        c, (_, p) = self._outputs_of_one().size, self.shape
-        rows = Passes(jvps=p) if self._is_by_forward() else Passes(vjps=c)
-        program, shape = self._program(), (self._num_examples(), c)
-        multiplications = _program.num_gram_multiplications(program, self._point, shape)
-        return self._passes.cost()._replace(
-            rows=rows,
-            gram=self._gram_passes(rows),
-            gram_operations=2 * multiplications,
-            num_bytes=sum(self.block_bytes()),
-            in_parts=True,
+        shape = self._num_examples(), self._outputs_of_one().size
+        multiplications = _program.num_gram_multiplications(
+            self._program(), self._point, shape
         )
+        return super().cost()._replace(gram_operations=2 * multiplications, in_parts=True)
 
     @property
     def _fn(self) -> Callable[[Any, Any], PyTree[Array]]:
@@ -234,10 +211,6 @@ class OfExamples(AbstractJacobian):
 
     def _outputs_of_one(self) -> Structure:
         return Structure.of(of_one_example(self.codomain.tree))
-
-    def _is_by_forward(self) -> bool:
-        shape_of_one = self._outputs_of_one().size, self.domain.size
-        return is_by_forward(self._passes.jac, shape_of_one)
 
     def _program(self) -> _program.Program:
         # Devices share the rows' columns, and factored blocks have no such columns.

@@ -290,13 +290,14 @@ def linearised(
     only = only_direction(jvp, domain, codomain)
     check_jac(jac, only)
     jac = jac or only
-    jacobian = ByPasses(domain, codomain, memory_budget, jvp, jac)
+    by_passes = domain, codomain, memory_budget, jvp, jac
+    jacobian = ByPasses(*by_passes)
     if isinstance(fn, AtOnce) and fn.sparsity is not None:
         jacobian = fn.sparsity.jacobian(jacobian)
     elif isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
         jacobian = Sparse.of_examples(fn.fn, y, args, codomain, memory_budget, jac)
     elif isinstance(fn, PerExample):
-        jacobian = OfExamples(jacobian, fn, y, args)
+        jacobian = OfExamples(*by_passes, fn, y, args)
     if only is not None:
         # Products in the missing mode need the dense Jacobian.
         check_at_hand(jacobian, only)
