@@ -56,6 +56,10 @@ class Cost(NamedTuple):
     in_parts: bool = False
     reads: tuple[Reads, ...] = ()
 
+    def holds(self, num_numbers: float) -> bool:
+        """Whether so many numbers fit in the memory budget."""
+        return num_numbers * self.itemsize <= self.memory_budget
+
     @property
     def fits(self) -> bool:
         """Whether the blocks fit in the memory budget."""
@@ -64,8 +68,7 @@ class Cost(NamedTuple):
     @property
     def rows_fit(self) -> bool:
         """Whether the m x p matrix fits in the memory budget."""
-        m, p = self.shape
-        return m * p * self.itemsize <= self.memory_budget
+        return self.holds(math.prod(self.shape))
 
     @property
     def columns_fit(self) -> bool:

@@ -285,6 +285,11 @@ def undamped(filter: Filter) -> tuple[Filter, ScalarLike]:
     return filter, 0.0
 
 
+def is_plain_inverse(filter: Filter) -> bool:
+    """Whether a filter is the pseudo-inverse without a threshold of the user's."""
+    return isinstance(filter, PseudoInverse) and filter.rcond is None
+
+
 def num_steps_of(filter: Descent) -> float:
     """Return the number of steps, or infinity if it is traced."""
     period: Any = filter.period
@@ -340,8 +345,8 @@ def serves_in_two_stages(cost: Cost, filter: Filter) -> bool:
     """Whether `CholeskyQR` serves: for dampings that are positive but may become tiny,
     if the Jacobian and another matrix of its size fit in the memory budget."""
     m, p = cost.shape
-    fits = 2 * m * p * cost.itemsize <= cost.memory_budget
-    return p <= m and fits and isinstance(filter, InexactTikhonov) and vanishes(filter)
+    fits = p <= m and cost.holds(2 * m * p)
+    return fits and isinstance(filter, InexactTikhonov) and vanishes(filter)
 
 
 def unless_endless(

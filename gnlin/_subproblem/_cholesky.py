@@ -127,7 +127,7 @@ class OnOutputs(AbstractByCholesky):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         m, p = cost.shape
-        if m**2 * cost.itemsize > cost.memory_budget:
+        if not cost.holds(m**2):
             return math.inf
         once = rates().cholesky(m) + 2.0 * m * p * rates().product
         return cost.whole_gram + num_trials * once + price_of_squaring(cost, filter)
@@ -205,8 +205,7 @@ class OnParameters(AbstractByCholesky, AbstractMethod):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         _, p = cost.shape
-        held = cost.in_parts or cost.rows_fit
-        if not held or p**2 * cost.itemsize > cost.memory_budget:
+        if not (cost.in_parts or cost.rows_fit) or not cost.holds(p**2):
             return math.inf
         once = rates().cholesky(p)
         return cost.whole_curvature + num_trials * once + price_of_squaring(cost, filter)

@@ -124,7 +124,7 @@ class SchurComplement(AbstractMethod):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         found = elimination(cost.reads)
-        if found is None or found.num_numbers * cost.itemsize > cost.memory_budget:
+        if found is None or not cost.holds(found.num_numbers):
             return math.inf
         once = _SMALL * found.operations * rates().passed
         once += rates().cholesky(found.num_kept)

@@ -67,7 +67,7 @@ class SparseLU(AbstractMethod):
         if len(cost.reads) == 1:
             operations = cost.reads[0].factor_operations
         filled = min(float(core) ** 2, operations)
-        if (num_entries + filled) * cost.itemsize > cost.memory_budget:
+        if not cost.holds(num_entries + filled):
             return math.inf
         factor = min(rates().cholesky(core), _OPERATION * operations)
         once = _ENTRY * num_entries + factor
