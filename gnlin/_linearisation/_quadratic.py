@@ -34,6 +34,14 @@ class Quadratic(eqx.Module):
         gradient = self.jacobian.rmv(self.residual)
         return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
+    def decrease(self, step: PyTree[Array]) -> Scalar:
+        """Return by how much a step lowers the objective of the problem."""
+        pushed = self.jacobian.mv(step)
+        decrease = -_tree.dot(pushed, _tree.axpy(0.5, pushed, self.residual))
+        if self.rest is None:
+            return decrease
+        return decrease - _tree.dot(step, self.rest).astype(decrease.dtype)
+
     def curvature_along(self, vector: PyTree[Array]) -> Scalar:
         r"""Return $\lVert\phi v\rVert^2 / \lVert v\rVert^2$, or zero if v is zero."""
         norm = _tree.norm(vector)

@@ -12,6 +12,7 @@ from .._common._checks import forwards_only
 from .._linearisation._bounds import Box
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
+from .._subproblem import ProxLinear
 
 
 # The most faces that one step follows. With more parameters than that, many are held at a
@@ -63,9 +64,7 @@ def between_bounds(
     box, point = lin.box, lin.point
     assert box is not None
 
-    def predicted(step):
-        linearised = _tree.axpy(1, lin.jvp(step), lin.outputs)
-        return objective.decrease(lin.outputs, linearised)
+    predicted = ProxLinear(lin.jacobian, lin.outputs, objective).decrease
 
     def next_face(path: _Path) -> _Path:
         ahead = jax.tree.map(jnp.subtract, path.target, path.step)

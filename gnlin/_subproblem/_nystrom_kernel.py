@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._common import _tree
 from .._common._checks import check_count, check_whole
 from .._common._passes import Passes
 from .._common._tree import matmul
@@ -119,7 +118,7 @@ class OfLowRank(AbstractMethod):
         return OfLowRank(problem, self.vectors, self.eigenvalues, Passes())
 
     def solve(self, filter: Filter) -> Answer:
-        jacobian, u = self.problem.jacobian, self.vectors
+        u = self.vectors
         damping = jnp.asarray(self.damping_of(filter), self.eigenvalues.dtype)
         # Without damping, the directions that are left out have no solution.
         known = jnp.where(damping > 0, damping, 1)
@@ -135,14 +134,9 @@ class OfLowRank(AbstractMethod):
             return solved + left / known, whether
 
         answer = through_outputs(solve, self.problem, self.pushed, damping)
-        pushed = jacobian.mv(answer.step)
-        along = _tree.dot(answer.step, self._gradient)
-        curved = _tree.dot(pushed, pushed).astype(along.dtype)
-        return dataclasses.replace(
-            answer,
-            decrease=-along - 0.5 * curved,
-            passes=answer.passes + jacobian.a_product(),
-        )
+        passes = answer.passes + self.problem.jacobian.a_product()
+        decrease = self.problem.decrease(answer.step)
+        return dataclasses.replace(answer, decrease=decrease, passes=passes)
 
 
 def _by_rows(problem: Quadratic, cost: Cost) -> Quadratic:

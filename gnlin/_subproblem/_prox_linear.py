@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -36,6 +36,11 @@ class ProxLinear(eqx.Module):
 
     def gradient(self) -> PyTree[Array]:
         return self.jacobian.rmv(self.objective.gradient(self.outputs))
+
+    def decrease(self, step: PyTree[Array]) -> Scalar:
+        """Return by how much a step lowers the objective of the problem."""
+        outputs = _tree.axpy(1, self.jacobian.mv(step), self.outputs)
+        return self.objective.decrease(self.outputs, outputs)
 
     def at_hand(self) -> "ProxLinear":
         return ProxLinear(self.jacobian.at_hand(), self.outputs, self.objective)
@@ -112,9 +117,6 @@ class ProxLinearOnOutputs(OnSpace):
 
     method: ClassVar[str] = "kernel"
 
-    def __init__(self, problem: ProxLinear, kernel: Float[Array, "m m"], passes: Passes):
-        super().__init__(problem, Outputs(problem.jacobian, kernel), passes)
-
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         filter, _ = undamped(filter)
@@ -122,7 +124,7 @@ class ProxLinearOnOutputs(OnSpace):
         num_steps = _num_steps(filter)
         # With a singular kernel, the coefficients of Newton's method are undetermined.
         singular = vanishes(filter) or (num_steps is None and m > p)
-        if singular or m**2 * cost.itemsize > cost.memory_budget:
+        if singular or not cost.holds(m**2):
             return math.inf
         if num_steps is None:
             once = _NEWTON_STEPS * 2 / 3 * float(m) ** 3 * rates().product
@@ -133,7 +135,7 @@ class ProxLinearOnOutputs(OnSpace):
     @classmethod
     def of(cls, problem: ProxLinear, cost: Cost) -> "ProxLinearOnOutputs":
         kernel = problem.jacobian.gram().astype(_tree.dtype(problem.outputs))
-        return cls(problem, kernel, cost.gram)
+        return cls(problem, Outputs(problem.jacobian, kernel), cost.gram)
 
 
 class ProxLinearOnParameters(OnSpace):

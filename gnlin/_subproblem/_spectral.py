@@ -1,7 +1,6 @@
 """Eigen- and singular value decompositions, which serve for any number of filters."""
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
@@ -14,7 +13,7 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linear_algebra._derivatives import with_derivative_of
-from .._linearisation._decompositions import from_curvature, from_kernel, from_svd
+from .._linearisation._decompositions import spectrum_of
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import evaluated, Filter, Spectrum
 from ..filters import AbstractFilter, PseudoInverse, Tikhonov
@@ -57,11 +56,6 @@ class Spectral(AbstractWay):
     def fits(cls, problem, filter: Filter) -> bool:
         return isinstance(problem, Quadratic)
 
-    @classmethod
-    def _made(cls, problem: Quadratic, decompose: Callable, passes: Passes):
-        spectrum = decompose(problem.jacobian, problem.flat_residual())
-        return cls(problem, spectrum, passes)
-
     def gradient(self) -> PyTree[Array]:
         gradient, rest = self.spectrum.gradient(), self.problem.rest
         gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
@@ -82,7 +76,7 @@ class Spectral(AbstractWay):
         attainable = 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
         if self.problem.rest is None:
             exact = self.spectrum.step(PseudoInverse())
-            return with_derivative_of(_decrease, attainable, exact, self.problem)
+            return with_derivative_of(Quadratic.decrease, attainable, self.problem, exact)
         return jnp.where(_tree.any_nonzero(self.problem.rest), jnp.inf, attainable)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectral":
@@ -108,13 +102,12 @@ class Spectral(AbstractWay):
         if self.problem.rest is None:
             step = spectrum.step(filter)
             decrease = 0.5 * jnp.sum(w * g * (2 - w * g) * c**2)
-            norm = _tree.norm(jnp.sqrt(w) * g * c)
-            return Answer(
-                step,
-                decrease=with_derivative_of(_decrease, decrease, step, self.problem),
-                damped_norm=with_derivative_of(_tree.norm, norm, step),
-                result=result,
+            decrease = with_derivative_of(
+                Quadratic.decrease, decrease, self.problem, step
             )
+            norm = _tree.norm(jnp.sqrt(w) * g * c)
+            norm = with_derivative_of(_tree.norm, norm, step)
+            return Answer(step, decrease=decrease, damped_norm=norm, result=result)
         within, outside = self._split_rest()
         step = self.spectrum.lift(-g * (c + within))
         step = _tree.axpy(-_at_zero(filter, w), outside, step)
@@ -142,11 +135,6 @@ def _at_zero(filter: Filter, w: Float[Array, " k"]) -> Scalar:
 
 def _gradient_norm(problem: Quadratic) -> Scalar:
     return _tree.norm(problem.gradient())
-
-
-def _decrease(step: PyTree[Array], problem: Quadratic) -> Scalar:
-    pushed = problem.jacobian.mv(step)
-    return -_tree.dot(step, problem.gradient()) - 0.5 * _tree.dot(pushed, pushed)
 
 
 def _with_rest(filter: Filter, spectrum: Spectrum, problem: Quadratic) -> PyTree[Array]:
@@ -184,7 +172,9 @@ class SingularValues(Spectral):
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SingularValues":
-        return cls._made(problem.at_hand(), from_svd, cost.rows)
+        problem = problem.at_hand()
+        spectrum = spectrum_of(problem.jacobian, problem.residual, "svd")
+        return cls(problem, spectrum, cost.rows)
 
 
 class Eigenvalues(Spectral):
@@ -195,9 +185,9 @@ class Eigenvalues(Spectral):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         m, p = cost.shape
-        on_outputs = m <= p or not cost.rows_fit
+        on_outputs = _by_kernel(cost)
         n = m if on_outputs else p
-        if n**2 * cost.itemsize > cost.memory_budget:
+        if not cost.holds(n**2):
             return math.inf
         gram = cost.whole_gram if on_outputs else cost.whole_curvature
         tries = num_trials * 2.0 * n * (m + p) * rates().product
@@ -205,7 +195,12 @@ class Eigenvalues(Spectral):
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "Eigenvalues":
-        m, p = cost.shape
-        if m > p and cost.rows_fit:
-            return cls._made(problem.at_hand(), from_curvature, cost.rows)
-        return cls._made(problem.at_hand_if_it_fits(), from_kernel, cost.gram)
+        problem = problem.at_hand_if_it_fits()
+        spectrum = spectrum_of(problem.jacobian, problem.residual, "eigh")
+        return cls(problem, spectrum, cost.gram if _by_kernel(cost) else cost.rows)
+
+
+def _by_kernel(cost: Cost) -> bool:
+    """Whether `spectrum_of` factorises the kernel for eigenvalues, not the curvature."""
+    m, p = cost.shape
+    return m <= p or not cost.rows_fit
