@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from equinox import AbstractVar
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, PyTree, Scalar
@@ -19,7 +18,7 @@ from .._common._sharding import is_sharded
 from .._jacobian import Cost
 from .._linearisation._decompositions import svd_is_cheap
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, Spectrum
+from .._linearisation._spectrum import Filter
 from ..filters import PseudoInverse, Tikhonov
 from ._base import (
     AbstractSubproblem,
@@ -27,12 +26,13 @@ from ._base import (
     Answer,
     either,
     InexactTikhonov,
+    is_plain_inverse,
     needs_accuracy,
     price_of_squaring,
     serves_in_two_stages,
 )
 from ._cholesky import OnOutputs, OnParameters
-from ._matrix_free import MatrixFree
+from ._matrix_free import MatrixFree, random_signs
 from ._schur import SchurComplement
 from ._sparse import dense_seconds, has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
@@ -61,22 +61,26 @@ class AbstractFirst(AbstractWrapper, AbstractWay):
     """A cheap way that is tried first, and a direct one that is used if it fails. The
     compiled program decides between them, and counts the passes of both.
 
-    - `inner`: the cheap way.
     - `directly`: sets the same problem up for the direct way.
+    - `residual`: another residual than the problem's, or `None`.
+    - `inner`: the cheap way, which has that residual.
     """
 
-    problem: Quadratic
-    inner: AbstractVar[Any]
     directly: Callable[[], AbstractSubproblem]
-    gradient_norm: Scalar
-    passes: Passes
+    residual: PyTree[Array] | None = eqx.field(default=None, kw_only=True)
+    inner: AbstractVar[Any]
 
-    def __init__(self, first: AbstractWay, directly: Callable[[], AbstractSubproblem]):
-        self.problem = first.problem
-        self.inner = first
-        self.directly = directly
-        self.gradient_norm = first.gradient_norm
-        self.passes = first.passes
+    @property
+    def problem(self) -> Quadratic:
+        return self.inner.problem
+
+    @property
+    def gradient_norm(self) -> Scalar:
+        return self.inner.gradient_norm
+
+    @property
+    def passes(self) -> Passes:
+        return self.inner.passes
 
     @abc.abstractmethod
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
@@ -86,19 +90,21 @@ class AbstractFirst(AbstractWrapper, AbstractWay):
         return self.inner.gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
-        first = self.inner.with_residual(residual)
-        directly = Partial(_with_residual, self.directly, residual)
-        new = first.problem, first, directly, first.gradient_norm, first.passes
-        parts = lambda s: (s.problem, s.inner, s.directly, s.gradient_norm, s.passes)
-        return eqx.tree_at(parts, self, new)
+        new = self.inner.with_residual(residual), residual
+        is_none = lambda x: x is None
+        return eqx.tree_at(lambda s: (s.inner, s.residual), self, new, is_leaf=is_none)
 
     def solve(self, filter: Filter) -> Answer:
         tried, arrived = self.attempt(filter)
 
         def otherwise():
             direct = self.directly()
+            passes = tried.passes + direct.passes
+            if self.residual is not None:
+                direct = direct.with_residual(self.residual)
+                passes += direct.passes
             answer = direct.solve(filter)
-            passes = tried.passes + direct.passes + answer.passes
+            passes += answer.passes
             num_inner_steps = tried.num_inner_steps
             return Answer(answer.step, num_inner_steps, passes, result=answer.result)
 
@@ -119,12 +125,6 @@ class ProductsFirst(AbstractFirst):
     inner: MatrixFree
     most: int = eqx.field(static=True)
 
-    def __init__(
-        self, first: MatrixFree, directly: Callable[[], AbstractSubproblem], most: int
-    ):
-        super().__init__(first, directly)
-        self.most = most
-
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         return super().fits(problem, filter) and not is_sharded()
@@ -141,12 +141,11 @@ class ProductsFirst(AbstractFirst):
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "ProductsFirst":
         directly = Partial(_direct(cost).of, problem, cost)
-        return cls(MatrixFree(problem), directly, _most_tried(cost))
+        return cls(directly, MatrixFree(problem), _most_tried(cost))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
-        damping, tolerance = self.damping_of(filter), self.inner.tolerance
-        tolerance = self.inner.exactly() if tolerance is None else tolerance
-        is_damped = isinstance(filter, InexactTikhonov)
+        damping, is_damped = self.damping_of(filter), isinstance(filter, InexactTikhonov)
+        tolerance = self.inner.tolerance
         return self.inner.attempt(tolerance, damping, self.most, is_damped=is_damped)
 
 
@@ -157,18 +156,13 @@ class EigenvaluesFirst(AbstractFirst):
     values of the Jacobian, but small ones are inaccurate. Only the eigenvalues tell
     whether there are small ones that are not zero.
 
-    - `spectrum`: the spectrum without the eigenvalues that are only rounding.
-    - `resolved`: whether singular values would add nothing to it.
+    - `inner`: the eigenvalues without those that are only rounding.
+    - `resolved`: whether singular values would add nothing to them.
     """
 
     method: ClassVar[str] = "eigh-first"
     inner: Eigenvalues
-    spectrum: Spectrum
     resolved: Bool[Array, ""]
-
-    def __init__(self, first: Eigenvalues, directly: Callable[[], AbstractSubproblem]):
-        super().__init__(first, directly)
-        self.spectrum, self.resolved = first.spectrum.resolved()
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
@@ -188,17 +182,13 @@ class EigenvaluesFirst(AbstractFirst):
     def of(cls, problem: Quadratic, cost: Cost) -> "EigenvaluesFirst":
         first = Eigenvalues.of(problem, cost)
         problem = first.problem  # whose Jacobian may be in memory now
-        return cls(first, Partial(SingularValues.of, problem, problem.jacobian.cost()))
-
-    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
-        spectrum = self.spectrum.with_residual(residual)
-        return eqx.tree_at(
-            lambda s: s.spectrum, super().with_residual(residual), spectrum
-        )
+        directly = Partial(SingularValues.of, problem, problem.jacobian.cost())
+        spectrum, resolved = first.spectrum.resolved()
+        first = eqx.tree_at(lambda s: s.spectrum, first, spectrum)
+        return cls(directly, first, resolved)
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
-        kept = eqx.tree_at(lambda s: s.spectrum, self.inner, self.spectrum)
-        return kept.solve(filter), self.resolved
+        return self.inner.solve(filter), self.resolved
 
 
 class FactorisedFirst(AbstractFirst):
@@ -219,23 +209,15 @@ class FactorisedFirst(AbstractFirst):
     """
 
     method: ClassVar[str] = "sparse"
-    residuals_are_dear: ClassVar[bool] = True
     inner: SparseLU | SchurComplement
-
-    def __init__(
-        self,
-        first: SparseLU | SchurComplement,
-        directly: Callable[[], AbstractSubproblem],
-    ):
-        super().__init__(first, directly)
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         if not isinstance(problem, Quadratic) or is_sharded():
             return False
-        undamped = isinstance(filter, PseudoInverse) and filter.rcond is None
-        double = _tree.dtype(problem.residual) == jnp.float64
-        return undamped and double and _factorising(problem.jacobian.cost()) is not None
+        if not is_plain_inverse(filter) or _tree.dtype(problem.residual) != jnp.float64:
+            return False
+        return _factorising(problem.jacobian.cost()) is not None
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
@@ -253,7 +235,7 @@ class FactorisedFirst(AbstractFirst):
         assert first is not None  # as `fits` has checked
         dense = EigenvaluesFirst, SingularValues, Eigenvalues, MatrixFree
         cheapest = min(dense, key=lambda way: way.cost(cost, PseudoInverse(), 1))
-        return cls(first.of(problem, cost), Partial(cheapest.of, problem, cost))
+        return cls(Partial(cheapest.of, problem, cost), first.of(problem, cost))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         problem, jacobian = self.problem, self.problem.jacobian
@@ -264,8 +246,7 @@ class FactorisedFirst(AbstractFirst):
         only_read = lambda tree: jax.tree.map(
             lambda there, x: jnp.where(there, x, 0), is_read, tree
         )
-        zeros = jax.tree.map(jnp.zeros_like, problem.residual)
-        plain = self.inner.with_residual(zeros)
+        plain = self.inner.with_residual(_tree.zeros_like(problem.residual))
 
         def solved(slope: PyTree[Array]) -> PyTree[Array]:
             return plain.with_rest(slope).solve(Tikhonov(damping)).step
@@ -278,14 +259,12 @@ class FactorisedFirst(AbstractFirst):
             change, probed = (jax.tree.map(lambda x, k=k: x[k], both) for k in (0, 1))
             step = _tree.axpy(1, change, step)
             residual = _tree.axpy(1, jacobian.mv(step), problem.residual)
-            slope = jacobian.rmv(residual)
-            if problem.rest is not None:
-                slope = _tree.axpy(1, problem.rest, slope)
+            slope = Quadratic(jacobian, residual, problem.rest).gradient()
             probed = _tree.scale(-damping, probed)
             return step, slope, probed, _tree.norm(probe)
 
         slope = self.inner.gradient()
-        probe = only_read(_random_signs(slope))
+        probe = only_read(random_signs(slope))
         start = _tree.zeros_like(slope), slope, probe, _tree.norm(probe)
         step, _, probe, before = jax.lax.fori_loop(0, _REFINED, refined, start)
         resolved = _tree.norm(probe) <= _MOST_LEFT * before
@@ -295,12 +274,6 @@ class FactorisedFirst(AbstractFirst):
         return Answer(step, passes=passes), known
 
 
-def _random_signs(like: PyTree[Array]) -> PyTree[Array]:
-    generator = np.random.default_rng(0)  # the same signs in every program
-    signs = lambda x: jnp.asarray(generator.choice([-1.0, 1.0], x.shape), x.dtype)
-    return jax.tree.map(signs, like)
-
-
 def _factorising(cost: Cost) -> type[SparseLU | SchurComplement] | None:
     """Return the cheaper factorisation of a sparse Jacobian; `None` if there is none."""
     if not cost.reads:
@@ -308,15 +281,6 @@ def _factorising(cost: Cost) -> type[SparseLU | SchurComplement] | None:
     ways = [SchurComplement, *[SparseLU] * has_factorisation()]
     costs = [way.cost(cost, Tikhonov(1.0), 1) for way in ways]
     return None if math.isinf(min(costs)) else ways[costs.index(min(costs))]
-
-
-def _with_residual(
-    directly: Callable[[], AbstractSubproblem], residual: PyTree[Array]
-) -> AbstractSubproblem:
-    """Set up the direct way for another residual; its passes include the setup's."""
-    direct = directly()
-    other = direct.with_residual(residual)
-    return eqx.tree_at(lambda s: s.passes, other, direct.passes + other.passes)
 
 
 def _direct(cost: Cost) -> type[OnOutputs | OnParameters | SparseLU]:

@@ -13,13 +13,14 @@ from .._common import _tree
 from .._common._checks import as_float, forwards_only
 from .._common._passes import Passes
 from .._linearisation._spectrum import Filter
-from ..filters import GradientFlow, PseudoInverse, Tikhonov
+from ..filters import GradientFlow, Tikhonov
 from ._base import (
     AbstractMethod,
     Answer,
     Descent,
     does_not_serve,
     InexactTikhonov,
+    is_plain_inverse,
     undamped,
     unless_endless,
 )
@@ -31,25 +32,24 @@ from ._spaces import Linearised
 class AbstractIteration(AbstractMethod):
     """A way that iterates: to a tolerance, for K literal steps, or along a flow.
 
-    - `tolerance`: the tolerance of a damped solution; `None` for an exact one.
+    - `tolerance`: the tolerance of a damped solution, by default that of an exact one.
     - `max_steps`: the most iterations of a damped solution; `None` for no limit.
     """
 
     stops_early: ClassVar[bool] = True
     residuals_are_dear: ClassVar[bool] = True
-    tolerance: ScalarLike | None
+    tolerance: ScalarLike
     max_steps: ScalarLike | None
 
     def __init__(self, problem: Any, passes: Passes):
         super().__init__(problem, passes)
-        self.tolerance = self.max_steps = None
+        self.tolerance, self.max_steps = self.exactly(), None
 
     @classmethod
     def fits(cls, problem: Any, filter: Filter) -> bool:
         filter, _ = undamped(filter)
-        if isinstance(filter, PseudoInverse):
-            return filter.rcond is None
-        return isinstance(filter, Tikhonov | Descent | GradientFlow)
+        kinds = Tikhonov | Descent | GradientFlow
+        return is_plain_inverse(filter) or isinstance(filter, kinds)
 
     def truncated(self, tolerance, max_steps=None) -> "AbstractIteration":
         return eqx.tree_at(
@@ -143,12 +143,10 @@ class AbstractIteration(AbstractMethod):
     def solve(self, filter: Filter) -> Answer:
         filter, damping = undamped(filter)
         if isinstance(filter, Tikhonov):
-            tolerance = self.tolerance
-            tolerance = self.exactly() if tolerance is None else tolerance
-            settings = tolerance, damping + filter.damping, self.max_steps
+            settings = self.tolerance, damping + filter.damping, self.max_steps
             is_damped = isinstance(filter, InexactTikhonov)
             return self.to_tolerance(*settings, is_damped=is_damped)
-        if isinstance(filter, PseudoInverse) and filter.rcond is None:
+        if is_plain_inverse(filter):
             # Started at zero, conjugate gradients stay in the range of phi^T, so that
             # their limit is the minimum-norm solution.
             return self.to_tolerance(self.exactly(), damping)

@@ -14,7 +14,7 @@ from .._jacobian import AbstractJacobian, Cost, plain_operator
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractMethod, Answer
+from ._base import AbstractMethod, Answer, is_plain_inverse
 
 
 # Solvers of square systems, which are given the normal equations.
@@ -47,8 +47,8 @@ class ByLineax(AbstractMethod):
     def fits(cls, problem: Any, filter: Filter) -> bool:
         if not isinstance(problem, Quadratic):
             return False
-        undamped = isinstance(filter, PseudoInverse) and filter.rcond is None
-        return isinstance(filter, Tikhonov) or (undamped and problem.rest is None)
+        undamped = is_plain_inverse(filter) and problem.rest is None
+        return isinstance(filter, Tikhonov) or undamped
 
     @classmethod
     def of(cls, problem, cost: Cost, solver: lx.AbstractLinearSolver) -> "ByLineax":

@@ -102,7 +102,9 @@ class MatrixFree(AbstractIteration):
             # null space of phi, or no number of steps reduces it. Its rounding is
             # estimated by phi^T r with random signs of r, so that the terms of the sum do
             # not cancel.
-            terms = _tree.norm(jacobian.rmv(_with_random_signs(self.problem.residual)))
+            residual = self.problem.residual
+            signed = jax.tree.map(jnp.multiply, residual, random_signs(residual))
+            terms = _tree.norm(jacobian.rmv(signed))
             unit = jnp.where(norm > 0, norm, 1)
             least = _ROUNDINGS * jnp.finfo(dtype).eps * terms / unit
         tolerance = nan_unless(
@@ -178,7 +180,7 @@ class MatrixFree(AbstractIteration):
         return Answer(exact.step, jnp.inf, passes, result=self.verdict(diverged))
 
 
-def _with_random_signs(outputs: PyTree[Array]) -> PyTree[Array]:
+def random_signs(like: PyTree[Array]) -> PyTree[Array]:
     generator = np.random.default_rng(0)  # the same signs in every program
     signs = lambda x: jnp.asarray(generator.choice([-1.0, 1.0], x.shape), x.dtype)
-    return jax.tree.map(lambda x: x * signs(x), outputs)
+    return jax.tree.map(signs, like)
