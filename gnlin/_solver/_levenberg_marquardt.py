@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import as_scalar, check_finite_positive, check_flag, check_fraction
-from .._jacobian import Cost
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
@@ -226,12 +225,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         # does harm, so ask for a way that also serves without damping.
         m, p = cost.shape
         kind = InexactTikhonov(1.0 if p > m else 0.0, worth=math.inf)
-        way = self._way(objective, problem, kind, rule.num_trials)
+        way, scaling, method = self.planned(objective, problem, kind, rule.num_trials)
         if by_default and way.stops_early:  # Each trial needs conjugate gradients.
             rule = _ONE_TRIAL
-        scaling, method = self._scaling(objective, cost, way), self.method
-        if way.stops_early and method == "auto":
-            method = way.method
         acceleration = self.acceleration
         if acceleration is None:
             acceleration = self.form == "quadratic" and not way.residuals_are_dear
@@ -301,7 +297,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
             point = unravel(flat)
             outputs = _tree.where(lost, detour.outputs, outputs)
             finite |= lost
-            assert tried.leaves is not None
             at, _ = _tree.ravel_pytree(lin.moved(tried.detour))
             detour = Detour(tried.leaves, at, flat, outputs)
             memory = dataclasses.replace(memory, detour=detour)
@@ -361,28 +356,26 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return LongestStep(detours=_tree.size(y) >= _FEWEST_WITH_DETOURS)
         return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
-    def _way(
+    def planned(
         self,
         objective: AbstractObjective,
         problem: Quadratic | ProxLinear,
         kind: Tikhonov,
         num_trials: int,
-    ) -> type[AbstractWay]:
-        """Return the way to solve the linearised problem."""
+    ) -> tuple[type[AbstractWay], Scaling, Method]:
+        """Return the way to solve the linearised problem, the scaling, and the method by
+        which to set up the scaled problem."""
         if self.scaling in (None, "identity"):
             price = _EXACT_OF_SAMPLE if objective.is_sample else _EXACT
             price = price if objective.is_quadratic else _EXACT_OF_NETWORK
             kind = InexactTikhonov(kind.damping, *price)
-        return way_of(problem, kind, num_trials, self.method)
-
-    def _scaling(
-        self, objective: AbstractObjective, cost: Cost, way: type[AbstractWay]
-    ) -> Scaling:
-        if self.form == "prox-linear":
-            return "identity"
-        if self.scaling is not None:
-            return self.scaling
-        # Scales need the dense Jacobian. On a small batch they are mostly noise: networks
-        # on scaled inputs do better without them, recurrent ones by far.
-        unscaled = way.stops_early or objective.is_sample or not cost.columns_fit
-        return "identity" if unscaled else "root"
+        way = way_of(problem, kind, num_trials, self.method)
+        scaling = self.scaling
+        if scaling is None:
+            # Scales need the dense Jacobian. On a small batch they are mostly noise:
+            # networks on scaled inputs do better without them, recurrent ones by far.
+            fits = self.form == "quadratic" and problem.jacobian.cost().columns_fit
+            is_scaled = fits and not (way.stops_early or objective.is_sample)
+            scaling = "root" if is_scaled else "identity"
+        is_chosen = self.method == "auto" and scaling == "identity"
+        return way, scaling, way.method if is_chosen else self.method

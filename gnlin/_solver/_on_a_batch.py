@@ -121,10 +121,7 @@ def _pulled(
     """Return the subproblem of one batch, with a solution that is pulled towards a
     step, and the state of the scales."""
     problem, kind = problem_of(solver.form, objective, lin), Tikhonov(1.0)
-    way, method = solver._way(objective, problem, kind, 1), solver.method
-    scaling = solver._scaling(objective, problem.jacobian.cost(), way)
-    if scaling == "identity" and method == "auto":
-        method = way.method
+    way, scaling, method = solver.planned(objective, problem, kind, 1)
     measured = Measured.of(problem, scaling, scale)
 
     def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:

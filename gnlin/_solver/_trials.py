@@ -39,8 +39,8 @@ class TrialOutcome(eqx.Module):
     """The result of the trials: the last accepted step that lowers the loss by more than
     rounding, else the first accepted one, else the last one.
 
-    - `leaves`, `detour`: whether a detour begins, and its step. `None` for a rule without
-        detours.
+    - `leaves`, `detour`: whether a detour begins, and its step, which is `None` for a
+        rule without detours.
     - `num_tried`, `num_inner_steps`, `passes`: totals over all trials.
     """
 
@@ -50,7 +50,7 @@ class TrialOutcome(eqx.Module):
     outputs: PyTree[Array]  # after the step
     found: Bool[Array, ""]
     goes_on: Bool[Array, ""]
-    leaves: Bool[Array, ""] | None
+    leaves: Bool[Array, ""]
     detour: PyTree[Array] | None
     num_tried: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
@@ -153,13 +153,12 @@ class Trials:
         """Return the outcome before the first trial."""
         zero, subproblem = jnp.zeros((), self.dtype), self.subproblem
         nowhere = _tree.zeros_like(self.lin.point)
-        leaves = None if self.detour is None else jnp.array(False)
         return TrialOutcome(
             damping=zero,
             state=self.rule.begin(self.memory.state, subproblem),
             step=nowhere,
             outputs=self.lin.outputs,
-            leaves=leaves,
+            leaves=jnp.array(False),
             detour=None if self.detour is None else nowhere,
             found=jnp.array(False),
             goes_on=self.is_finite & (subproblem.gradient_norm > 0),
@@ -175,9 +174,8 @@ class Trials:
         damping = jnp.asarray(damping, dtype)
         damping = nan_unless(damping >= 0, damping)
         damping = jnp.clip(damping, self.least_damping, self.largest_damping)
-        accelerated = self.acceleration
         filter = InexactTikhonov(damping)
-        held = subproblem.factorised(filter) if accelerated else subproblem
+        held = subproblem.factorised(filter) if self.acceleration else subproblem
         answer = held.solve(filter)
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         length = subproblem.length_of(answer).astype(dtype)
@@ -185,7 +183,7 @@ class Trials:
         if self.bounded is not None:
             step, predicted = self.bounded(step, damping)
             predicted = predicted.astype(dtype)
-        if accelerated:
+        if self.acceleration:
             bend = self._bend(held, damping, step)
             gentle = (
                 subproblem.length_of(bend).astype(dtype) <= _MAX_ACCELERATION * length
