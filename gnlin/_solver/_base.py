@@ -27,7 +27,7 @@ from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import not_moved, Retraction
 from ..losses._robust import faded, reweighted
 from ._state import checked, Detour, Evaluate, Report, State, Update
-from ._termination import Ended, verdict
+from ._termination import verdict
 from ._verbose import print_row
 
 
@@ -213,17 +213,19 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if not update.searched:  # A search accepts finite points only.
             finite = _tree.all_finite((new_loss, update.y, update.outputs))
             broken = ~finite & (update.result == optx.RESULTS.successful)
-        ended = Ended(no, no, state.num_still, state.still_loss, update.result)
         memory = update.memory
         if same_examples:
             where = lin, here, no if detour is None else detour.is_on
-            ended = verdict(
+            arrived, state = verdict(
                 self, objective, *where, update, gradient_norm, step, state, loss
             )
-        elif detour is not None:  # Losses of other examples cannot judge a detour.
-            memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
+        else:
+            arrived = no
+            state = dataclasses.replace(state, settled=no, result=update.result)
+            if detour is not None:  # Losses of other examples cannot judge a detour.
+                memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
         # Stay here if the run has converged, or if the new point is not finite.
-        over = ended.arrived & (num_steps > 0)
+        over = arrived & (num_steps > 0)
         stays, one = over | broken, jnp.where(over, 0, 1)
         report = Report(
             loss=jnp.where(stays, loss, new_loss),
@@ -245,12 +247,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             memory=memory,
             report=report,
             counts=counts,
-            settled=ended.settled,
-            num_still=ended.num_still,
-            still_loss=ended.still_loss,
             reweighted=faded(state.reweighted, loss, new_loss),
-            terminate=update.terminate | ended.arrived,
-            result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, ended.result),
+            terminate=update.terminate | arrived,
+            result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, state.result),
         )
         return _tree.where(stays, lin.point, update.y), new
 

@@ -1,11 +1,12 @@
 """Decide how a run ends: it has converged, or stands still."""
 
-from typing import NamedTuple, TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._linearisation._linearisation import Linearisation
@@ -38,17 +39,6 @@ STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
 _MOST_STILL = 10
 
 
-class Ended(NamedTuple):
-    """The verdict on a run at a linearisation: whether it has converged (`arrived`), and
-    what the next verdict needs."""
-
-    arrived: Bool[Array, ""]
-    settled: Bool[Array, ""]
-    num_still: Int[Array, ""]
-    still_loss: Float[Array, ""]
-    result: optx.RESULTS
-
-
 def verdict(
     solver: "AbstractGaussNewton",
     objective: AbstractObjective,
@@ -60,9 +50,10 @@ def verdict(
     step: PyTree[Array],
     state: State,
     loss: Scalar,
-) -> Ended:
-    """Return the verdict at a linearisation. Convergence is tested after a small
-    step, after many steps without progress, and if no step could be found.
+) -> tuple[Bool[Array, ""], State]:
+    """Return whether a run has converged at a linearisation, and the state with what the
+    next verdict needs. Convergence is tested after a small step, after many steps without
+    progress, and if no step could be found.
 
     - `here`, `loss`: the outputs at the run's own point, and their loss.
     - `on_detour`: whether the linearisation is elsewhere. The run does not end there.
@@ -136,8 +127,8 @@ def verdict(
     # After a search whose step moves nothing, the next linearisation would be this one.
     more = jnp.where(moves, 1, _MOST_STILL) if update.searched else 1
     more = jnp.where(on_detour, 0, more)
-    return Ended(
-        arrived,
+    return arrived, dataclasses.replace(
+        state,
         # A detour that is lost takes no step.
         settled=small & ~on_detour,
         num_still=jnp.where(quiet, state.num_still + more, 0),
