@@ -198,11 +198,8 @@ class StackedBlock(AbstractBlock):
                 mirrored = other is self and j < i
                 products[i, j] = products[j, i].T if mirrored else part.gram_with(another)
 
-        def line(i: int) -> Array:
-            blocks = promoted([products[i, j] for j in range(len(others))])
-            return jnp.concatenate(blocks, axis=1)
-
-        return jnp.concatenate(promoted([line(i) for i in range(len(self.parts))]))
+        rows, columns = range(len(self.parts)), range(len(others))
+        return jnp.block(promoted([[products[i, j] for j in columns] for i in rows]))
 
     def merged(self, num_outputs: int) -> "StackedBlock":
         return StackedBlock([part.merged(num_outputs) for part in self.parts])

@@ -187,7 +187,9 @@ class OfExamples(AbstractByPasses):
         total = summed_over(lambda part: of_part(whole(part)), parts)
         return total if last is None else jax.tree.map(jnp.add, total, of_part(last))
 
-    def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "OfExamples":
+    def transformed(
+        self, matrices: PyTree[Array], codomain: Structure
+    ) -> AbstractByPasses:
         fn = eqx.Partial(_transformed_fn, self._fn)
         return dataclasses.replace(
             super().transformed(matrices, codomain),

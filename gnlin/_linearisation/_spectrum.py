@@ -355,9 +355,7 @@ class Spectrum(eqx.Module):
             overparameterized two-layer neural networks*, ICML (2019), section 4.
         """
         flat = self._flat(of)
-        norm = _tree.norm(flat)
-        unit = flat / jnp.where(norm == 0, 1, norm)
-        return self.project(unit) ** 2
+        return self.project(_tree.divided(flat, _tree.norm(flat))) ** 2
 
     def _flat(self, outputs: PyTree[Array]) -> Float[Array, " m"]:
         if self._origin is None:  # of some eigenpairs only

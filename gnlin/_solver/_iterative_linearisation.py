@@ -334,10 +334,9 @@ class IterativeLinearisation(AbstractGaussNewton):
         answer, state = subproblem.optimise(
             self.optimiser, lin.point, state, self.period, damping
         )
-        update = take_step(objective, lin, evaluate, subproblem, answer, damping=damping)
-        if memory is None:
-            return update
-        return dataclasses.replace(update, memory=state)
+        given = objective, lin, evaluate, subproblem, answer
+        kept = None if memory is None else state
+        return take_step(*given, memory=kept, damping=damping)
 
     #
     # Mini-batches: each batch is for one inner step, and theta_s is kept for K of them

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -362,7 +362,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem: Quadratic | ProxLinear,
         kind: Tikhonov,
         num_trials: int,
-    ) -> tuple[type[AbstractWay], Scaling, Method]:
+    ) -> tuple[type[AbstractWay], Scaling, Any]:
         """Return the way to solve the linearised problem, the scaling, and the method by
         which to set up the scaled problem."""
         if self.scaling in (None, "identity"):

@@ -137,7 +137,7 @@ class AbstractSubproblem(eqx.Module):
 
     def with_rest(self, rest: PyTree[Array]) -> "AbstractSubproblem":
         """Return the subproblem with another rest of the gradient, in place of the rest
-        that it has. Only covariances by solves need it."""
+        that it has. Refinements and covariances by solves need it."""
         raise NotImplementedError
 
 

@@ -61,26 +61,22 @@ class AbstractFirst(AbstractWrapper, AbstractWay):
     """A cheap way that is tried first, and a direct one that is used if it fails. The
     compiled program decides between them, and counts the passes of both.
 
+    - `inner`: the cheap way.
     - `directly`: sets the same problem up for the direct way.
-    - `residual`: another residual than the problem's, or `None`.
-    - `inner`: the cheap way, which has that residual.
     """
 
-    directly: Callable[[], AbstractSubproblem]
-    residual: PyTree[Array] | None = eqx.field(default=None, kw_only=True)
+    problem: Quadratic
     inner: AbstractVar[Any]
+    directly: Callable[[], AbstractSubproblem]
+    gradient_norm: Scalar
+    passes: Passes
 
-    @property
-    def problem(self) -> Quadratic:
-        return self.inner.problem
-
-    @property
-    def gradient_norm(self) -> Scalar:
-        return self.inner.gradient_norm
-
-    @property
-    def passes(self) -> Passes:
-        return self.inner.passes
+    def __init__(self, first: AbstractWay, directly: Callable[[], AbstractSubproblem]):
+        self.problem = first.problem
+        self.inner = first
+        self.directly = directly
+        self.gradient_norm = first.gradient_norm
+        self.passes = first.passes
 
     @abc.abstractmethod
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
@@ -90,21 +86,19 @@ class AbstractFirst(AbstractWrapper, AbstractWay):
         return self.inner.gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
-        new = self.inner.with_residual(residual), residual
-        is_none = lambda x: x is None
-        return eqx.tree_at(lambda s: (s.inner, s.residual), self, new, is_leaf=is_none)
+        first = self.inner.with_residual(residual)
+        directly = Partial(_with_residual, self.directly, residual)
+        new = first.problem, first, directly, first.gradient_norm, first.passes
+        parts = lambda s: (s.problem, s.inner, s.directly, s.gradient_norm, s.passes)
+        return eqx.tree_at(parts, self, new)
 
     def solve(self, filter: Filter) -> Answer:
         tried, arrived = self.attempt(filter)
 
         def otherwise():
             direct = self.directly()
-            passes = tried.passes + direct.passes
-            if self.residual is not None:
-                direct = direct.with_residual(self.residual)
-                passes += direct.passes
             answer = direct.solve(filter)
-            passes += answer.passes
+            passes = tried.passes + direct.passes + answer.passes
             num_inner_steps = tried.num_inner_steps
             return Answer(answer.step, num_inner_steps, passes, result=answer.result)
 
@@ -125,6 +119,12 @@ class ProductsFirst(AbstractFirst):
     inner: MatrixFree
     most: int = eqx.field(static=True)
 
+    def __init__(
+        self, first: MatrixFree, directly: Callable[[], AbstractSubproblem], most: int
+    ):
+        super().__init__(first, directly)
+        self.most = most
+
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         return super().fits(problem, filter) and not is_sharded()
@@ -141,7 +141,7 @@ class ProductsFirst(AbstractFirst):
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "ProductsFirst":
         directly = Partial(_direct(cost).of, problem, cost)
-        return cls(directly, MatrixFree(problem), _most_tried(cost))
+        return cls(MatrixFree(problem), directly, _most_tried(cost))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         damping, is_damped = self.damping_of(filter), isinstance(filter, InexactTikhonov)
@@ -164,6 +164,11 @@ class EigenvaluesFirst(AbstractFirst):
     inner: Eigenvalues
     resolved: Bool[Array, ""]
 
+    def __init__(self, first: Eigenvalues, directly: Callable[[], AbstractSubproblem]):
+        super().__init__(first, directly)
+        spectrum, self.resolved = first.spectrum.resolved()
+        self.inner = eqx.tree_at(lambda s: s.spectrum, first, spectrum)
+
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         return isinstance(problem, Quadratic) and not is_sharded()
@@ -182,10 +187,7 @@ class EigenvaluesFirst(AbstractFirst):
     def of(cls, problem: Quadratic, cost: Cost) -> "EigenvaluesFirst":
         first = Eigenvalues.of(problem, cost)
         problem = first.problem  # whose Jacobian may be in memory now
-        directly = Partial(SingularValues.of, problem, problem.jacobian.cost())
-        spectrum, resolved = first.spectrum.resolved()
-        first = eqx.tree_at(lambda s: s.spectrum, first, spectrum)
-        return cls(directly, first, resolved)
+        return cls(first, Partial(SingularValues.of, problem, problem.jacobian.cost()))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         return self.inner.solve(filter), self.resolved
@@ -211,6 +213,13 @@ class FactorisedFirst(AbstractFirst):
     method: ClassVar[str] = "sparse"
     inner: SparseLU | SchurComplement
 
+    def __init__(
+        self,
+        first: SparseLU | SchurComplement,
+        directly: Callable[[], AbstractSubproblem],
+    ):
+        super().__init__(first, directly)
+
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         if not isinstance(problem, Quadratic) or is_sharded():
@@ -235,7 +244,7 @@ class FactorisedFirst(AbstractFirst):
         assert first is not None  # as `fits` has checked
         dense = EigenvaluesFirst, SingularValues, Eigenvalues, MatrixFree
         cheapest = min(dense, key=lambda way: way.cost(cost, PseudoInverse(), 1))
-        return cls(Partial(cheapest.of, problem, cost), first.of(problem, cost))
+        return cls(first.of(problem, cost), Partial(cheapest.of, problem, cost))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         problem, jacobian = self.problem, self.problem.jacobian
@@ -281,6 +290,15 @@ def _factorising(cost: Cost) -> type[SparseLU | SchurComplement] | None:
     ways = [SchurComplement, *[SparseLU] * has_factorisation()]
     costs = [way.cost(cost, Tikhonov(1.0), 1) for way in ways]
     return None if math.isinf(min(costs)) else ways[costs.index(min(costs))]
+
+
+def _with_residual(
+    directly: Callable[[], AbstractSubproblem], residual: PyTree[Array]
+) -> AbstractSubproblem:
+    """Set up the direct way for another residual; its passes include the setup's."""
+    direct = directly()
+    other = direct.with_residual(residual)
+    return eqx.tree_at(lambda s: s.passes, other, direct.passes + other.passes)
 
 
 def _direct(cost: Cost) -> type[OnOutputs | OnParameters | SparseLU]:

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -117,6 +117,9 @@ class ProxLinearOnOutputs(OnSpace):
 
     method: ClassVar[str] = "kernel"
 
+    def __init__(self, problem: ProxLinear, kernel: Float[Array, "m m"], passes: Passes):
+        super().__init__(problem, Outputs(problem.jacobian, kernel), passes)
+
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         filter, _ = undamped(filter)
@@ -135,7 +138,7 @@ class ProxLinearOnOutputs(OnSpace):
     @classmethod
     def of(cls, problem: ProxLinear, cost: Cost) -> "ProxLinearOnOutputs":
         kernel = problem.jacobian.gram().astype(_tree.dtype(problem.outputs))
-        return cls(problem, Outputs(problem.jacobian, kernel), cost.gram)
+        return cls(problem, kernel, cost.gram)
 
 
 class ProxLinearOnParameters(OnSpace):

@@ -1,7 +1,7 @@
 """Eigen- and singular value decompositions, which serve for any number of filters."""
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -55,6 +55,11 @@ class Spectral(AbstractWay):
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         return isinstance(problem, Quadratic)
+
+    @classmethod
+    def _made(cls, problem: Quadratic, method: Literal["svd", "eigh"], passes: Passes):
+        spectrum = spectrum_of(problem.jacobian, problem.residual, method)
+        return cls(problem, spectrum, passes)
 
     def gradient(self) -> PyTree[Array]:
         gradient, rest = self.spectrum.gradient(), self.problem.rest
@@ -172,9 +177,7 @@ class SingularValues(Spectral):
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SingularValues":
-        problem = problem.at_hand()
-        spectrum = spectrum_of(problem.jacobian, problem.residual, "svd")
-        return cls(problem, spectrum, cost.rows)
+        return cls._made(problem.at_hand(), "svd", cost.rows)
 
 
 class Eigenvalues(Spectral):
@@ -195,9 +198,8 @@ class Eigenvalues(Spectral):
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "Eigenvalues":
-        problem = problem.at_hand_if_it_fits()
-        spectrum = spectrum_of(problem.jacobian, problem.residual, "eigh")
-        return cls(problem, spectrum, cost.gram if _by_kernel(cost) else cost.rows)
+        passes = cost.gram if _by_kernel(cost) else cost.rows
+        return cls._made(problem.at_hand_if_it_fits(), "eigh", passes)
 
 
 def _by_kernel(cost: Cost) -> bool:

@@ -194,7 +194,8 @@ class LongestStep(AbstractFromFirst):
         move = jnp.where(number > 1, move, state.move)
         is_first = (state.length < 0) & jnp.isfinite(trial.length)
         length = jnp.where(is_first, trial.length, state.length)
-        on = _Edge(
+        on = dataclasses.replace(
+            state,
             damping=damping,
             low=low,
             high=high,
@@ -205,7 +206,6 @@ class LongestStep(AbstractFromFirst):
             next_damping=next_damping,
             real=real,
             gain=gain,
-            boldness=state.boldness,
             leaves=jnp.array(False),
         )
         # Once the search is over, the next linearisation begins another.
