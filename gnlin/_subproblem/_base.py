@@ -1,7 +1,6 @@
 """The interface of a linearised problem that is ready to be solved for any filter."""
 
 import abc
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -135,11 +134,6 @@ class AbstractSubproblem(eqx.Module):
         Only geodesic acceleration needs it."""
         raise NotImplementedError
 
-    def with_rest(self, rest: PyTree[Array]) -> "AbstractSubproblem":
-        """Return the subproblem with another rest of the gradient, in place of the rest
-        that it has. Refinements and covariances by solves need it."""
-        raise NotImplementedError
-
 
 class AbstractWay(AbstractSubproblem):
     """A way to solve a linearised problem. Whether it applies to a problem, and its cost,
@@ -178,10 +172,13 @@ class AbstractWay(AbstractSubproblem):
     def gradient(self) -> PyTree[Array]:
         return self.problem.gradient()
 
-    def with_rest(self, rest: PyTree[Array]) -> "AbstractWay":
-        """Return the subproblem with another rest; by default it is set up again."""
-        problem = dataclasses.replace(self.problem, rest=rest, slope=None)
+    def with_problem(self, problem: Any) -> "AbstractWay":
+        """Return the subproblem of another residual and rest, with the same Jacobian. By
+        default it is set up again."""
         return type(self).of(problem, problem.jacobian.cost())
+
+    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
+        return self.with_problem(self.problem.with_residual(residual))
 
     def damping_of(self, filter: Filter) -> ScalarLike:
         """Return the damping of a `Tikhonov` filter; raise for any other filter."""
@@ -235,19 +232,12 @@ class AbstractMethod(AbstractWay):
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()
 
-    def with_residual(self, residual: PyTree[Array]) -> "AbstractMethod":
-        problem = self.problem.with_residual(residual)
+    def with_problem(self, problem: Any) -> "AbstractMethod":
         gradient = problem.gradient()
         passes = Passes(vjps=problem.jacobian.a_product().vjps)
         new = problem, gradient, _tree.norm(gradient), passes
         parts = lambda w: (w.problem, w._gradient, w.gradient_norm, w.passes)
         return eqx.tree_at(parts, self, new)
-
-    def with_rest(self, rest: PyTree[Array]) -> "AbstractMethod":
-        problem = dataclasses.replace(self.problem, rest=rest, slope=None)
-        gradient = problem.gradient()
-        parts = lambda w: (w.problem, w._gradient, w.gradient_norm)
-        return eqx.tree_at(parts, self, (problem, gradient, _tree.norm(gradient)))
 
 
 Descent = GradientDescent | HeavyBall | Nesterov

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -146,8 +146,7 @@ class OnOutputs(AbstractByCholesky):
         along = _tree.dot(pushed, pushed)
         return with_derivative_of(Quadratic.curvature_along_gradient, along, self.problem)
 
-    def with_residual(self, residual: PyTree[Array]) -> "OnOutputs":
-        problem = self.problem.with_residual(residual)
+    def with_problem(self, problem: Quadratic) -> "OnOutputs":
         return OnOutputs(problem, self.matrix, Passes(), self.factor)
 
     def solve(self, filter: Filter) -> Answer:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 from jax.lax.linalg import triangular_solve
-from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -128,9 +128,8 @@ class CholeskyQR(AbstractMethod, AbstractFactorised):
             return decrease
         return jnp.where(_tree.any_nonzero(self.problem.rest), jnp.inf, decrease)
 
-    def with_residual(self, residual: PyTree[Array]) -> "CholeskyQR":
-        new = super().with_residual(residual)
-        gradients = self._gradients(new.problem)
+    def with_problem(self, problem: Quadratic) -> AbstractMethod:
+        new, gradients = super().with_problem(problem), self._gradients(problem)
         return eqx.tree_at(lambda w: (w.flat_gradient, w.gradient_in_q), new, gradients)
 
     def solve(self, filter: Filter) -> Answer:

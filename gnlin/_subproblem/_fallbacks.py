@@ -255,10 +255,11 @@ class FactorisedFirst(AbstractFirst):
         only_read = lambda tree: jax.tree.map(
             lambda there, x: jnp.where(there, x, 0), is_read, tree
         )
-        plain = self.inner.with_residual(_tree.zeros_like(problem.residual))
+        zeros = _tree.zeros_like(problem.residual)
 
         def solved(slope: PyTree[Array]) -> PyTree[Array]:
-            return plain.with_rest(slope).solve(Tikhonov(damping)).step
+            of_slope = self.inner.with_problem(Quadratic(jacobian, zeros, slope))
+            return of_slope.solve(Tikhonov(damping)).step
 
         def refined(_, carry):
             step, slope, probe, _ = carry

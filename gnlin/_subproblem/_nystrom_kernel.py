@@ -7,7 +7,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, Scalar
 
 from .._common._checks import check_count, check_whole
 from .._common._passes import Passes
@@ -113,8 +113,7 @@ class OfLowRank(AbstractMethod):
     def largest_curvature(self) -> Scalar:
         return jnp.max(self.eigenvalues).astype(self.gradient_norm.dtype)
 
-    def with_residual(self, residual: PyTree[Array]) -> "OfLowRank":
-        problem = self.problem.with_residual(residual)
+    def with_problem(self, problem: Quadratic) -> "OfLowRank":
         return OfLowRank(problem, self.vectors, self.eigenvalues, Passes())
 
     def solve(self, filter: Filter) -> Answer:

@@ -84,9 +84,9 @@ class Spectral(AbstractWay):
             return with_derivative_of(Quadratic.decrease, attainable, self.problem, exact)
         return jnp.where(_tree.any_nonzero(self.problem.rest), jnp.inf, attainable)
 
-    def with_residual(self, residual: PyTree[Array]) -> "Spectral":
-        spectrum = self.spectrum.with_residual(residual)
-        return type(self)(self.problem.with_residual(residual), spectrum, Passes())
+    def with_problem(self, problem: Quadratic) -> "Spectral":
+        spectrum = self.spectrum.with_residual(problem.residual)
+        return type(self)(problem, spectrum, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         spectrum = self.spectrum

@@ -3,7 +3,7 @@ function of the parameters."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -133,10 +133,11 @@ class BySolves(eqx.Module):
         zeros = self._unravel(jnp.zeros_like(self.units))
         problem = dataclasses.replace(self.problem, rest=zeros)
         # More than one trial: trying products first would not pay for many functions.
-        ready = choose(problem, filter, num_trials=2).factorised(filter)
+        ready: Any = choose(problem, filter, num_trials=2).factorised(filter)
 
         def step(slope: Float[Array, " p"]) -> Float[Array, " p"]:
-            found = ready.with_rest(self._unravel(slope)).solve(filter).step
+            problem = dataclasses.replace(ready.problem, rest=self._unravel(slope))
+            found = ready.with_problem(problem).solve(filter).step
             return _tree.ravel_pytree(found)[0]
 
         return step
