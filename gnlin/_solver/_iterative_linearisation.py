@@ -39,7 +39,6 @@ from .._subproblem import (
     Form,
     problem_of,
     ProxLinear,
-    unless_it_rises,
 )
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import AbstractGaussNewton
@@ -273,7 +272,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         # Flow never raises the loss, and a single step is descent on the model itself.
         if self.method != "flow" and not _is_one(self.period):
             loss = objective.value(lin.outputs)
-            answer = unless_it_rises(subproblem, answer, loss, period > 1)
+            answer = subproblem.unless_it_rises(answer, loss, period > 1)
         given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,

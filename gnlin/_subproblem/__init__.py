@@ -22,8 +22,4 @@ from ._iteration import AbstractIteration as AbstractIteration
 from ._nystrom_kernel import NystromKernel as NystromKernel
 from ._prox_linear import OnSpace as OnSpace, ProxLinear as ProxLinear
 from ._spaces import Outputs as Outputs
-from ._wrappers import (
-    pulled as pulled,
-    Rescaled as Rescaled,
-    unless_it_rises as unless_it_rises,
-)
+from ._wrappers import pulled as pulled, Rescaled as Rescaled

@@ -180,6 +180,22 @@ class AbstractWay(AbstractSubproblem):
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
         return self.with_problem(self.problem.with_residual(residual))
 
+    def unless_it_rises(
+        self, answer: Answer, loss: Scalar, judged: Bool[Array, ""]
+    ) -> Answer:
+        """Return an answer, with the result divergence if it is `judged` and its step
+        multiplies the loss of the linearised problem, which is `loss` before the step, by
+        more than 1/eps. A run may recover from a smaller rise."""
+        decrease, passes = answer.decrease, answer.passes
+        if decrease is None:
+            decrease = self.problem.decrease(answer.step)
+            passes += Passes(jvps=self.problem.jacobian.a_product().jvps)
+        rises = judged & (-decrease * _tree.eps(loss) > jnp.abs(loss))
+        rises &= answer.result == optx.RESULTS.successful
+        divergence = optx.RESULTS.nonlinear_divergence
+        result = optx.RESULTS.where(rises, divergence, answer.result)
+        return eqx.tree_at(lambda a: (a.passes, a.result), answer, (passes, result))
+
     def damping_of(self, filter: Filter) -> ScalarLike:
         """Return the damping of a `Tikhonov` filter; raise for any other filter."""
         if not isinstance(filter, Tikhonov):

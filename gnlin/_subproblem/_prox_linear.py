@@ -42,6 +42,13 @@ class ProxLinear(eqx.Module):
         outputs = _tree.axpy(1, self.jacobian.mv(step), self.outputs)
         return self.objective.decrease(self.outputs, outputs)
 
+    def curvature_along(self, vector: PyTree[Array]) -> Scalar:
+        r"""Return $(\phi v)^\top H\phi v / \lVert v\rVert^2$, or zero if v is zero."""
+        norm = _tree.norm(vector)
+        pushed = self.jacobian.mv(_tree.direction(vector, norm))
+        curved = self.objective.curvature(self.outputs)(pushed)
+        return _tree.dot(pushed, curved).astype(norm.dtype)
+
     def at_hand(self) -> "ProxLinear":
         return ProxLinear(self.jacobian.at_hand(), self.outputs, self.objective)
 
@@ -60,12 +67,6 @@ class OnSpace(AbstractIteration):
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
         return isinstance(problem, ProxLinear) and super().fits(problem, filter)
-
-    def curvature_along_gradient(self) -> Scalar:
-        problem, norm = self.problem, self.gradient_norm
-        pushed = problem.jacobian.mv(_tree.direction(self._gradient, norm))
-        curved = problem.objective.curvature(problem.outputs)(pushed)
-        return _tree.dot(pushed, curved).astype(norm.dtype)
 
     def exactly(self) -> float:
         """Return the relative gradient at which a solution counts as exact."""

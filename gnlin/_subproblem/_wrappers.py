@@ -6,9 +6,8 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optimistix as optx
 from equinox import AbstractVar
-from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._passes import Passes
@@ -139,23 +138,3 @@ def pulled(
         return WithMomentum(problem, towards, ready)
     is_none = lambda x: x is None
     return eqx.tree_at(lambda s: s.towards, subproblem, towards, is_leaf=is_none)
-
-
-def unless_it_rises(
-    subproblem: AbstractWay, answer: Answer, loss: Scalar, judged: Bool[Array, ""]
-) -> Answer:
-    """Return an answer, with the result divergence if its step multiplies the loss of the
-    linearised problem by more than 1/eps. A run may recover from a smaller rise.
-
-    - `loss`: the loss at the linearisation.
-    - `judged`: whether the step is judged at all.
-    """
-    decrease, passes = answer.decrease, answer.passes
-    if decrease is None:
-        problem = subproblem.problem
-        decrease = problem.decrease(answer.step)
-        passes += Passes(jvps=problem.jacobian.a_product().jvps)
-    rises = judged & (-decrease * _tree.eps(loss) > jnp.abs(loss))
-    rises &= answer.result == optx.RESULTS.successful
-    result = optx.RESULTS.where(rises, optx.RESULTS.nonlinear_divergence, answer.result)
-    return eqx.tree_at(lambda a: (a.passes, a.result), answer, (passes, result))
