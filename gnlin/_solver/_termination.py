@@ -64,11 +64,11 @@ def verdict(
     going = ~update.terminate & (update.result == optx.RESULTS.successful) & ~on_detour
     stands = update.stuck | (state.num_still >= _MOST_STILL)
     asks = going & (state.settled | stands)
-    problem, gradient = update.problem, None
+    problem = update.problem
     if problem is None:
-        # The solver has computed the same gradient, so XLA merges the two.
         problem = objective.expand(lin)
-        gradient = problem.gradient()
+        # The solver has computed the same gradient, so XLA merges the two.
+        problem = dataclasses.replace(problem, slope=problem.gradient())
 
     now, then = map(objective.residual, (update.outputs, here))
 
@@ -79,7 +79,6 @@ def verdict(
             highest += (_ROUNDINGS * _tree.eps(then)) ** 2 * zero_loss
         return has_arrived(
             problem,
-            problem.gradient() if gradient is None else gradient,
             _as_in(problem, lin.point),
             _as_in(problem, left),
             solver.rtol,
@@ -194,7 +193,6 @@ def _size_of_step(
 
 def has_arrived(
     quadratic: Quadratic,
-    gradient: PyTree[Array],
     point: PyTree[Array],
     left: PyTree[Array],
     rtol: ScalarLike,
@@ -217,7 +215,6 @@ def has_arrived(
 
     **Arguments:**
 
-    - `gradient`: the gradient of the linearised problem.
     - `left`: the step that the solver would take next.
     - `rtol`, `atol`: the tolerances of the solver; `atol` is in units of the residual.
     - `loss`, `highest`: the loss here, and that at the start plus its rounding.
@@ -234,7 +231,7 @@ def has_arrived(
     """
     dtype = highest.dtype
     eps = _tree.eps((point, quadratic.residual))
-    gradient = _tree.joined(_tree.cast_like(gradient, point))
+    gradient = _tree.joined(_tree.cast_like(quadratic.gradient(), point))
     norms = _column_norms(quadratic, point)
     step = _tree.cast_like(left, point)
     along = _tree.dot(_tree.joined(step), gradient).astype(dtype)
