@@ -1,6 +1,7 @@
 """The covariance of parameters fitted to groups of residuals, compared with dense
 formulas, and with the standard errors of a curve."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -433,3 +434,53 @@ def test_a_solution_with_batch_statistics():
         expected = covariance(pair, (x, y), absolute_sigma=False)
     of = lambda model: model.last.bias
     np.testing.assert_allclose(known.derived(of)[1], expected.derived(of)[1], rtol=1e-6)
+
+
+def spectra(num_times):
+    """Return groups of nine decays at many times each, which share a rate, and a second
+    parameter that changes nothing."""
+    times = jnp.linspace(0.0, 2.0, num_times)
+
+    def residuals(rows, data):
+        rate, _ = rows["shared"]
+        curve = rows["height"][0] * jnp.exp(-rate * times) + rows["height"][1]
+        return (curve - data["y"]) / 0.1
+
+    noise = np.random.default_rng(1).normal(size=(9, num_times))
+    data = {"y": jnp.exp(-times)[None] + 0.1 * noise, "k": jnp.arange(9)}
+    select = lambda data: {"shared": 0, "height": data["k"]}
+    groups = {"decays": gnlin.Residuals(residuals, data, select=select)}
+    start = {"shared": jnp.ones((1, 2)), "height": jnp.ones((9, 2))}
+    return groups, gnlin.solve(start, groups)
+
+
+@pytest.mark.parametrize("num_times", [3, 30])
+def test_many_outputs_of_examples_that_read_few_parameters(num_times):
+    # With 30 outputs that read four parameters, the rows are replaced by triangles.
+    groups, solution = spectra(num_times)
+    group, model = groups["decays"], solution.model
+    flat, unravel = jax.flatten_util.ravel_pytree(model)
+
+    def outputs(flat):
+        model = unravel(flat)
+        each = jax.vmap(lambda k: jax.tree.map(lambda a, i: a[i], model, group.select(k)))
+        return jax.vmap(group.fn)(each(group.data), group.data).ravel()
+
+    jacobian = np.asarray(jax.jacfwd(outputs)(flat))
+    expected = np.diag(np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)) ** 0.5
+    known = covariance(solution, groups)
+    errors = known.standard_errors
+    assert np.isinf(errors["shared"][0, 1])  # it changes nothing
+    np.testing.assert_allclose(errors["height"].ravel(), expected[:18], rtol=1e-8)
+    np.testing.assert_allclose(errors["shared"][0, 0], expected[18], rtol=1e-8)
+    assert known.degrees_of_freedom == 9 * num_times - 19
+
+    def error(scale):
+        data = group.data | {"y": scale * group.data["y"]}
+        scaled = {"decays": dataclasses.replace(group, data=data)}
+        at = {"shared": model["shared"], "height": scale * model["height"]}
+        return covariance(at, scaled).standard_errors["shared"][0, 0]
+
+    # The error of the rate is inversely proportional to the heights.
+    _, slope = jax.jvp(error, (1.0,), (1.0,))
+    np.testing.assert_allclose(slope, -expected[18], rtol=1e-6)

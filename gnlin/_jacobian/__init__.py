@@ -5,6 +5,7 @@ from ._base import (
     AbstractJacobian as AbstractJacobian,
     DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
     grouped as grouped,
+    matrix_of as matrix_of,
     multiplied as multiplied,
     plain_operator as plain_operator,
 )
@@ -25,6 +26,7 @@ from ._directions import (
 from ._gathered import (
     Gathered as Gathered,
     gathered as gathered,
+    in_few_rows as in_few_rows,
     Selected as Selected,
     Sparse as Sparse,
 )

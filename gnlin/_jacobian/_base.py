@@ -113,7 +113,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
 
     def as_matrix(self) -> Float[Array, "m p"]:
         """Return the dense Jacobian as one matrix, parameters in `ravel_pytree` order."""
-        return _as_matrix(self.blocks())
+        return matrix_of(self.blocks())
 
     def gram(self) -> Float[Array, "m m"]:
         r"""Return $\phi\phi^\top$, the empirical neural tangent kernel."""
@@ -206,7 +206,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         batches of examples where these are independent, to stay in the caches."""
 
         def of_part(blocks: Sequence[AbstractBlock]) -> Float[Array, "p p"]:
-            return gram_of_columns(_as_matrix(blocks))
+            return gram_of_columns(matrix_of(blocks))
 
         sum_bytes = self.domain.size**2 * self.domain.dtype.itemsize
         return self.summed(of_part, max(_PART_BYTES, _ROWS_A_SUM * sum_bytes))
@@ -297,7 +297,8 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         return self.codomain.tree
 
 
-def _as_matrix(blocks: Sequence[AbstractBlock]) -> Float[Array, "m p"]:
+def matrix_of(blocks: Sequence[AbstractBlock]) -> Float[Array, "m p"]:
+    """Return blocks as one matrix, parameters in `ravel_pytree` order."""
     rows = [block.rows() for block in blocks]
     flat = [x.reshape(x.shape[0], -1) for x in rows if x.size > 0]
     return jnp.concatenate(_tree.promoted(flat), axis=1)

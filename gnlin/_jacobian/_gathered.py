@@ -2,18 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._common._passes import Passes
-from .._common._tree import einsum, Structure
+from .._common._tree import einsum, matmul, promoted, Structure
+from .._linear_algebra import _lapack
 from ._at_hand import AtHand
-from ._block import AbstractBlock
+from ._block import AbstractBlock, StackedBlock
 from ._by_passes import is_by_forward
 from ._cost import Cost, Reads
 from ._directions import Direction
@@ -126,6 +128,44 @@ class Gathered(AbstractBlock):
         read = jnp.broadcast_to(scale, self.shape).reshape(self._flat)[self.index]
         values = (self.values / read[:, None]).astype(self.values.dtype)
         return Gathered(values, self.index, self.shape)
+
+
+def in_few_rows(blocks: Sequence[AbstractBlock]) -> Sequence[AbstractBlock]:
+    r"""Return blocks with the same $\phi^\top\phi$ in which no example has more rows than
+    it reads entries: an example's own rows are replaced by their triangular factor."""
+    if all(isinstance(block, StackedBlock) for block in blocks):
+        groups = zip(*(block.parts for block in blocks), strict=True)  # type: ignore
+        return [StackedBlock(b) for b in zip(*map(in_few_rows, groups), strict=True)]
+    widths = [math.prod(b.values.shape[2:]) for b in blocks if isinstance(b, Gathered)]
+    num_rows = blocks[0].values.shape[1] if len(widths) == len(blocks) else 0
+    if num_rows <= sum(widths):
+        return blocks
+    rows = [block.values.reshape(*block.values.shape[:2], -1) for block in blocks]
+    triangles = jax.vmap(_triangle)(jnp.concatenate(promoted(rows), axis=2))
+    parts = jnp.split(triangles, np.cumsum(widths)[:-1], axis=2)
+    return [
+        Gathered(
+            part.reshape(*part.shape[:2], *block.values.shape[2:]),
+            block.index,
+            block.shape,
+        )
+        for part, block in zip(parts, blocks, strict=True)
+    ]
+
+
+@jax.custom_jvp
+def _triangle(rows: Float[Array, "c d"]) -> Float[Array, "d d"]:
+    """Return the triangular factor R of the rows A = Q R."""
+    return _lapack.qr(rows)[1]
+
+
+@_triangle.defjvp
+def _(primals, tangents):
+    # Of R, only R^T R = A^T A is used, and its derivative is the one of R by Q^T dA. This
+    # needs no inverse of R, which may be singular.
+    (rows,), (change,) = primals, tangents
+    q, triangle = _lapack.qr(rows)
+    return triangle, matmul(q.T, change)
 
 
 class Sparse(AtHand):

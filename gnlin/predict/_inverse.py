@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common import _tree
+from .._jacobian import in_few_rows, matrix_of
 from .._linear_algebra._covariance import Covariance, covariance, where_determined
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import choose
@@ -31,8 +32,8 @@ def by_singular_values(
     problem: Quadratic, moving: Bool[Array, " p"], concave: Float[Array, "p p"] | None
 ) -> Covariance:
     """Return the covariance from the singular values of the whole Jacobian."""
-    matrix = problem.jacobian.as_matrix()
-    number = jnp.array(len(matrix), matrix.dtype)
+    matrix = matrix_of(in_few_rows(problem.jacobian.blocks()))
+    number = jnp.array(problem.jacobian.codomain.size, matrix.dtype)
     known = covariance(matrix, moving, moving, number)
     return known if concave is None else known.less(concave.astype(matrix.dtype))
 
