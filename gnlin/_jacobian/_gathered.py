@@ -133,24 +133,25 @@ class Gathered(AbstractBlock):
 def in_few_rows(blocks: Sequence[AbstractBlock]) -> Sequence[AbstractBlock]:
     r"""Return blocks with the same $\phi^\top\phi$ in which no example has more rows than
     it reads entries: an example's own rows are replaced by their triangular factor."""
-    if all(isinstance(block, StackedBlock) for block in blocks):
-        groups = zip(*(block.parts for block in blocks), strict=True)  # type: ignore
-        return [StackedBlock(b) for b in zip(*map(in_few_rows, groups), strict=True)]
-    widths = [math.prod(b.values.shape[2:]) for b in blocks if isinstance(b, Gathered)]
-    num_rows = blocks[0].values.shape[1] if len(widths) == len(blocks) else 0
-    if num_rows <= sum(widths):
+    stacked = [block.parts for block in blocks if isinstance(block, StackedBlock)]
+    if stacked and len(stacked) == len(blocks):
+        groups = map(in_few_rows, zip(*stacked, strict=True))
+        return [StackedBlock(parts) for parts in zip(*groups, strict=True)]
+    each = [block for block in blocks if isinstance(block, Gathered)]
+    widths = [math.prod(block.values.shape[2:]) for block in each]
+    if len(each) < len(blocks) or each[0].values.shape[1] <= sum(widths):
         return blocks
-    rows = [block.values.reshape(*block.values.shape[:2], -1) for block in blocks]
-    triangles = jax.vmap(_triangle)(jnp.concatenate(promoted(rows), axis=2))
+    rows = [block.values.reshape(*block.values.shape[:2], -1) for block in each]
+    # One after the other: in jax 0.10 and 0.11, several batches of factorisations may
+    # wait for each other forever.
+    triangles = jax.lax.map(_triangle, jnp.concatenate(promoted(rows), axis=2))
+
+    def of_block(block: Gathered, part: Float[Array, "n d e"]) -> Gathered:
+        values = part.reshape(*part.shape[:2], *block.values.shape[2:])
+        return Gathered(values, block.index, block.shape)
+
     parts = jnp.split(triangles, np.cumsum(widths)[:-1], axis=2)
-    return [
-        Gathered(
-            part.reshape(*part.shape[:2], *block.values.shape[2:]),
-            block.index,
-            block.shape,
-        )
-        for part, block in zip(parts, blocks, strict=True)
-    ]
+    return list(map(of_block, each, parts))
 
 
 @jax.custom_jvp
