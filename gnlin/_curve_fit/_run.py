@@ -68,7 +68,7 @@ def _minimum(inputs: Any) -> tuple[PyTree[Array], tuple]:
         posed.loss.as_arguments().reduced("sum"), (None, posed.target[None], None)
     )
     network: Any = _AsNetwork(posed)
-    steps = StepSettings(solver, loss, network, None, keeps=keeps)
+    steps = StepSettings(solver, loss, network, keeps=keeps)
     variables = solver.admissible(posed.variables(start))
     with choosing():
         end = steps_inside(steps, batch, (variables, None), left, num_rows)

@@ -94,7 +94,7 @@ class StepSettings(NamedTuple):
     solver: Any  # an `AbstractGaussNewton`; `None` if no step is made
     loss: AbstractLoss | GroupLosses
     network: Network | GroupNetwork
-    key: Key[Array, ""] | None  # from `key_of_steps`; None for the default key
+    key: Key[Array, ""] | None = None  # from `key_of_steps`; None for the default key
     divergence: float | None = None  # largest loss, in multiples of the first one
     augment: Callable[..., PyTree[Array]] | None = None
     batch_size: int | None = None

@@ -111,7 +111,7 @@ def correction(
     solution = model if isinstance(model, Solution) else None
     model, filter_spec = model_and_spec(model, filter_spec)
     parameters, network, batch, losses = of_groups(model, named, filter_spec)
-    setting = StepSettings(None, losses, network, None)
+    setting = StepSettings(None, losses, network)
     step, remaining, loss = _step(setting, parameters, batch, method, memory_budget)
     check_finite((step, remaining))
     if solution is not None and solution.loss is not None and not is_traced(loss):

@@ -159,7 +159,7 @@ def covariance(
         curved = Retraction.of(retraction, parameters)
     fixed = curved, absolute_sigma, memory_budget
     losses = reweighted(losses, 0.0, every=True)  # second derivatives only
-    setting = StepSettings(None, losses, network, None, prior=prior)
+    setting = StepSettings(None, losses, network, prior=prior)
     known = _at(setting, parameters, batch, *fixed)
     distance = known._distance
     if is_traced(distance):
