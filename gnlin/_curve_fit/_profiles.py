@@ -36,6 +36,11 @@ _MOST_REFITS = 30
 # if that is more. For a stiff equation with 11 parameters most ends took 4 to 20 steps,
 # and one at a bound 60. Where `f` is hardly finite, each refit may go on for hundreds.
 _MOST_STEPS, _MORE_STEPS = 200, 10
+# One refit takes at most this part of the steps that are left, or this part of all steps
+# if that is more. Far beyond an end, refits may take hundreds, and tell nothing about it.
+_PART, _LEAST_PART = 4, 10
+# A place whose refit was cut short is tried again from this part of the way to it.
+_CLOSE = 0.9
 # The search for an end stops this many standard errors from the best fit.
 _FARTHEST = 1e4
 # If a parameter's standard error is larger than this multiple of its value, and the rise
@@ -70,6 +75,7 @@ class _Refit(NamedTuple):
     - `start`: the start of the next refit.
     - `num_steps`: how many steps it took.
     - `fault`: what is wrong there, or "".
+    - `is_cut`: whether it was cut short, so that `distance` is an upper bound.
     - `sides`: -1 for other parameters that have come to their lower bound, 1 to their
         upper, else 0.
     """
@@ -78,6 +84,7 @@ class _Refit(NamedTuple):
     start: np.ndarray
     num_steps: int = 0
     fault: str = ""
+    is_cut: bool = False
     sides: Any = ()
 
 
@@ -134,7 +141,8 @@ def profiles(
             start = np.array(_tree.ravel_pytree(refit.parameters)[0])
         sides = np.where(is_inner, np.asarray(refit.at_bound), 0)
         sides[k] = 0
-        return _Refit(max(rise, 0.0) ** 0.5, start, num_steps, sides=sides)
+        distance, is_cut = max(rise, 0.0) ** 0.5, num_steps >= most
+        return _Refit(distance, start, num_steps, is_cut=is_cut, sides=sides)
 
     def told(k: int, sign: int, value: float, refit: _Refit) -> float:
         """Return an end, and note which bounds of other parameters hold there."""
@@ -148,6 +156,14 @@ def profiles(
             bounded.append(f"The {end} end of {fit.names[k]} lies where {where}")
         return value
 
+    def between(near: float, far: float, bound: float, unit: float) -> str:
+        """Say where an end lies, with the bound if no refit has passed the end."""
+        far = bound if np.isinf(far) else far
+        if np.isinf(far):
+            return f"it lies {'above' if far > 0 else 'below'} {rounded(near, unit)}"
+        low, high = (rounded(end, unit) for end in sorted((near, far)))
+        return f"it lies between {low} and {high}"
+
     def end_of(k: int, sign: int) -> float:
         centre, unit, start = float(best[k]), float(errors[k]), best
         bound = float((box.upper if sign > 0 else box.lower)[k])
@@ -158,16 +174,18 @@ def profiles(
             unit = if_linear[k]
         if not (np.isfinite(unit) and unit > 0):
             return np.nan
-        # A bracket of the end, and the step into it, in standard errors.
-        near, far, step, value, fault = 0.0, np.inf, quantile, centre, ""
-        refit = _Refit(0.0, start)
+        # A bracket of the end, and the step into it, in standard errors. Beyond `cut` a
+        # refit was cut short above the target, and may in truth be below it.
+        near, far, cut, step = 0.0, np.inf, np.inf, quantile
+        value, fault, refit = centre, "", _Refit(0.0, start)
         last_step, last_distance, is_astray = 0.0, 0.0, False
         left = most_steps
         for number in range(_MOST_REFITS):
             step = min(step, reach / unit)
             is_at_bound = step >= reach / unit
             value = bound if is_at_bound else centre + sign * step * unit
-            refit = risen(k, value, start, left)
+            part = max(left // _PART, most_steps // _LEAST_PART, 1)
+            refit = risen(k, value, start, min(left, part))
             left -= refit.num_steps
             bar.note(done, f"{fit.names[k]}, refit {number + 1}")
             distance, is_below = refit.distance, refit.distance < quantile
@@ -175,38 +193,45 @@ def profiles(
                 return bound
             if is_below and step >= _FARTHEST:
                 return sign * np.inf
-            if abs(distance - quantile) <= _NEAR * quantile:
+            if abs(distance - quantile) <= _NEAR * quantile and not refit.is_cut:
                 return told(k, sign, value, refit)
-            if left <= 0:  # The refit was cut short, and its loss may be too large.
+            if left <= 0:
                 break
             is_huge = number == 0 and unit > _ASTRAY * abs(centre) > 0
             if is_huge and not 1 / _ASTRAY <= distance / quantile <= _ASTRAY:
                 is_astray, unit = True, abs(centre)
                 continue
+            is_lost = refit.is_cut and not is_below
             if is_below:  # A refit that is above may have ended at another minimum.
                 near, start = step, refit.start
+            elif is_lost:
+                cut = step
             else:
                 far, fault = step, refit.fault
             if near >= (1 - _NEAR) * far:  # The loss jumps here.
                 break
-            slope = (distance - last_distance) / (step - last_step)
-            secant = step + (quantile - distance) / slope if slope > 0 else np.inf
-            last_step, last_distance = step, distance
+            if near >= _CLOSE * cut:
+                cut = np.inf
+            ceiling, secant = min(far, cut), np.inf
+            if not is_lost:
+                slope = (distance - last_distance) / (step - last_step)
+                secant = step + (quantile - distance) / slope if slope > 0 else np.inf
+                last_step, last_distance = step, distance
             widest = 4 * max(near, quantile)
-            middle = widest if np.isinf(far) else 0.5 * (near + far)
+            middle = widest if np.isinf(ceiling) else 0.5 * (near + ceiling)
             # Bisect from time to time, because secants may narrow a bracket slowly.
-            is_inside = near < secant < min(far, widest) and not is_astray
-            halves = np.isfinite(far) and number % 3 == 2
+            is_inside = near < secant < min(ceiling, widest) and not is_astray
+            halves = np.isfinite(ceiling) and number % 3 == 2
             step = secant if is_inside and not halves else middle
-        is_lost = fault and far < reach / unit  # A bound itself may be such a place.
-        if left > 0 and near >= (1 - _ROUGHLY) * far and not is_lost:
+        is_faulty = fault and far < reach / unit  # A bound itself may be such a place.
+        if near >= (1 - _ROUGHLY) * far and not is_faulty:
             return told(k, sign, value, refit)
-        low, high = sorted(centre + sign * part * unit for part in (near, far))
-        why = f"it lies between {rounded(low, unit)} and {rounded(high, unit)}"
-        if left <= 0:
-            why = f"its refits took all their {most_steps} steps, and {why}"
-        elif is_lost:
+        if is_faulty and left > 0:
             why = f"{fault} beyond {rounded(centre + sign * far * unit, unit)}"
+        else:
+            why = between(*(centre + sign * d * unit for d in (near, far)), bound, unit)
+            if left <= 0:
+                why = f"its refits took all their {most_steps} steps, and {why}"
         lost.append(
             f"An end of the confidence interval of {fit.names[k]} was not found: {why}."
         )

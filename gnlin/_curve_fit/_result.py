@@ -227,8 +227,10 @@ class CurveFit(eqx.Module):
         parameter at a bound is an upper or lower limit, where the loss has risen as much
         as at the ends of the other intervals. An end is infinite if the loss never rises
         as much. It is NaN for parameters that are fixed or not determined, and, with a
-        warning, if the search for it fails, takes more steps of its refits than 200 and
-        ten times those of the fit, or ends where `f` is not finite. If the variance is
+        warning that says between which values it lies, if the search for it fails, takes
+        more steps of its refits than 200 and ten times those of the fit, or ends where
+        `f` is not finite. A refit far beyond an end may take hundreds of steps, so each
+        has a part of these. If the variance is
         estimated and the fit is exact to rounding, the intervals come from the standard
         errors, and there are no limits.
 
