@@ -13,6 +13,7 @@ from problems import num_compiled
 
 import gnlin
 from gnlin._common._words import abridged, rounded, with_error
+from gnlin._curve_fit._undetermined import apart
 
 
 QUICK = {"solver": gnlin.GaussNewton()}
@@ -258,3 +259,38 @@ def test_a_bound_that_holds_at_the_minimum_is_no_news():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit.confidence_intervals(names="a")
+
+
+def test_parameters_without_effect_are_not_mixed_with_each_other():
+    """Two have columns of zero, two pairs have only a sum or a product, one is known."""
+    x = np.linspace(1, 2, 30)
+
+    def f(p, x):
+        both = (p["a"] + 10 * p["b"]) * x + p["c"] * p["d"] * x**2
+        return both + p["known"] + 0 * (p["idle"][0] + 1e-9 * p["idle"][2])
+
+    start = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 3.0, "known": 0.0, "idle": np.zeros(3)}
+    with pytest.warns(UserWarning, match="do not determine all parameters: moving"):
+        fit = gnlin.curve_fit(f, x, 1 + x + 2 * x**2, start, **QUICK)
+    *idle, first, second = fit.undetermined()
+    assert idle == ["idle[0] by 1", "idle[1] by 1", "idle[2] by 1"]
+    assert re.sub(r"-?\d\S*", "#", first) == "a by # and b by #"
+    assert re.sub(r"-?\d\S*", "#", second) == "c by # and d by #"
+    a, b = map(float, re.findall(r"by (\S+)", first))
+    np.testing.assert_allclose(a, -10 * b, rtol=1e-3)
+    c, d = map(float, re.findall(r"by (\S+)", second))
+    ratio = -fit.parameters["c"] / fit.parameters["d"]
+    np.testing.assert_allclose(c / d, ratio, rtol=1e-2)
+
+
+def test_directions_apart_span_the_null_space():
+    slopes = RNG.normal(size=(3, 8)) * 10.0 ** np.arange(-4, 4)
+    f = lambda p, x: jnp.asarray(slopes) @ p
+    with pytest.warns(UserWarning, match="do not determine all parameters: moving"):
+        fit = gnlin.curve_fit(f, np.arange(3.0), slopes[:, 0], np.ones(8), **QUICK)
+    found = apart(fit._end.covariance)
+    assert found.shape == (5, 8)
+    norms = np.linalg.norm(slopes, axis=0)
+    np.testing.assert_allclose((slopes / norms) @ (found * norms).T, 0, atol=1e-12)
+    assert np.linalg.matrix_rank(found * norms) == 5
+    assert (np.sum(found != 0, axis=1) <= 4).all()  # a pivot and the other three

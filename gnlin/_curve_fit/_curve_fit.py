@@ -29,10 +29,11 @@ from ._likelihood import (
     is_likelihood,
     without_empty,
 )
+from ._made import as_curve_fit
 from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, flat_box
 from ._program import fitted
-from ._result import as_curve_fit, CurveFit
+from ._result import CurveFit
 from ._rounds import in_rounds
 from ._values import as_y
 

@@ -16,6 +16,7 @@ from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
 from ._curve import Data, rounding
+from ._hidden import of_zero_derivative
 from ._not_finite import what_is_not_finite
 from ._points import place_of, total
 from ._problem import flat_box, Posed
@@ -57,6 +58,8 @@ def _failure(fit: "CurveFit") -> str:
         return _out_of_range(fit, "the residuals' squares underflow", "smaller", "y")
     if extreme := _extreme_derivative(fit):
         return extreme
+    if flat := of_zero_derivative(fit):
+        return flat
     if name == "successful" and not has_place:
         return ""
     if name == "nonlinear_max_steps_reached":

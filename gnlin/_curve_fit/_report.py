@@ -110,11 +110,8 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         flat(fit.at_bound),
         flat(fit.multipliers),
     )
-    undetermined = {
-        name
-        for name, known in zip(fit.names, fit._end.covariance.determined, strict=True)
-        if not known
-    }
+    undetermined = _named(fit, ~np.asarray(fit._end.covariance.determined))
+    flat_in = _named(fit, fit._hidden)
     fixed = names_of(fit._setting.fixed)
     rows = []
     for name, value, error, side, multiplier in zip(*columns, strict=True):
@@ -123,6 +120,8 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         elif side != 0:
             which = "upper" if side > 0 else "lower"
             known, note = "", f"at its {which} bound, multiplier {multiplier:.3g}"
+        elif name in flat_in:
+            known, note = "", "not fitted: its derivative is zero"
         elif name in undetermined:
             known, note = "", "not determined"
         elif not np.isfinite(error):
@@ -132,6 +131,11 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
             known, note = f"± {error:.3g}", f"({part})" if part else ""
         rows.append((name, rounded(value, error if known else np.nan), known, note))
     return rows
+
+
+def _named(fit: "CurveFit", which: np.ndarray | None) -> set[str]:
+    """Return the names of some of the free parameters."""
+    return set() if which is None else set(np.array(fit.names)[which].tolist())
 
 
 def _correlations(fit: "CurveFit") -> list[tuple[float, str, str]]:

@@ -1,12 +1,9 @@
 """`CurveFit`, the result of a fit: parameters, their errors, and a report."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from jax.core import Tracer
@@ -14,7 +11,6 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import check_callable, check_fraction, is_traced
 from .._common._words import how_many, names_of
-from .._training._solution import History
 from ..spectra import Estimate
 from ._arrays import as_x
 from ._curve import Curve, Data
@@ -26,7 +22,7 @@ from ._propagation import Band, band, derived
 from ._report import report
 from ._residuals import outliers, runs_test, signs_along_x
 from ._statistics import Fitted
-from ._undetermined import described
+from ._undetermined import apart, described
 
 
 class CurveFit(eqx.Module):
@@ -104,6 +100,7 @@ class CurveFit(eqx.Module):
     _setting: FitSettings
     _data: Data | None  # None if it was read in parts
     _end: Fitted
+    _hidden: np.ndarray | None = None  # free parameters with a wrong derivative of zero
 
     def __repr__(self) -> str:
         if isinstance(self.chi_squared, Tracer):
@@ -152,10 +149,14 @@ class CurveFit(eqx.Module):
         return self._end.parameters
 
     def undetermined(self) -> list[str]:
-        """Describe the directions in which the parameters do not change the curve."""
+        """Describe the directions in which the parameters do not change the curve: first
+        the parameters that have no effect, and then the ways in which several move
+        together, each with as few as possible."""
         self._check_is_one("undetermined")
         self._check_is_known("undetermined", self.chi_squared)
-        directions = np.asarray(self._end.covariance.directions)
+        directions = apart(self._end.covariance)
+        if self._hidden is not None:  # These do change the curve.
+            directions = directions[~np.any(directions[:, self._hidden], axis=1)]
         return described(directions, self.names, self._start, self._free)
 
     def band(self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None) -> Band:
@@ -366,32 +367,3 @@ class CurveFit(eqx.Module):
         from ._picture import plot
 
         return plot(self, self._at_hand("plot"), ax, confidence, num_points)
-
-
-def as_curve_fit(
-    setting: FitSettings,
-    curve: Curve,
-    start: PyTree,
-    data: Data | None,
-    end: Fitted,
-    found: dict[str, Any],
-) -> CurveFit:
-    """Build the result from the end of a run and the public fields, which were `found`.
-    This function warns the caller of `curve_fit` if something is wrong with the fit."""
-    steps, history = found["num_steps"], found["history"]
-    if history is not None and not is_traced((steps, history)):
-        columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
-        found |= {"history": History(columns)}
-    if is_traced(end.loss):  # No warning can be given, so a failed fit returns NaN.
-        failed = jnp.isnan(end.loss)
-        nan = lambda p: jnp.where(
-            jnp.expand_dims(failed, range(failed.ndim, p.ndim)), jnp.nan, p
-        )
-        free = jax.tree.map(nan, end.parameters)
-        found |= {"parameters": eqx.combine(free, found["parameters"])}
-    fit = CurveFit(
-        **found, _curve=curve, _start=start, _setting=setting, _data=data, _end=end
-    )
-    if said := fit.complaint():
-        warnings.warn(said, stacklevel=3)
-    return fit

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar
 from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._common._words import how_many, name_of
+from .._linear_algebra._covariance import Covariance
 from ._problem import FitSettings, flat_box
 
 
@@ -126,6 +127,31 @@ def seen(
     nowhere = jnp.zeros(y.size, bool)
     stay = jax.lax.cond(is_open, of_all, lambda: nowhere)
     return ~found.is_rounding & ~(found.asked & stay), is_open
+
+
+def apart(known: Covariance) -> np.ndarray:
+    """Return a basis of the directions that do not change the curve, in which each one
+    moves few parameters: their reduced echelon form, in units in which the columns of the
+    Jacobian have length 1. A parameter without any effect is a direction by itself. These
+    come first, in the order of the parameters."""
+    directions = np.asarray(known.directions)
+    units = np.where(np.isinf(known.units), 1, known.units)
+    scaled, rounding = directions * units, float(known.rounding)
+    scaled = scaled[np.any(scaled != 0, axis=1)]
+    if not scaled.size or not np.all(np.isfinite(scaled)):
+        return directions
+    from scipy.linalg import qr, solve_triangular  # slow to import
+
+    # The pivots are the parameters that the directions span best.
+    _, r, order = qr(scaled, mode="economic", pivoting=True)
+    sizes = np.abs(np.diagonal(r))
+    rank = int(np.sum(sizes > rounding * sizes[0]))
+    reduced = np.zeros((rank, len(order)), scaled.dtype)
+    reduced[:, order[:rank]] = np.eye(rank)
+    reduced[:, order[rank:]] = solve_triangular(r[:rank, :rank], r[:rank, rank:])
+    reduced[np.abs(reduced) <= rounding] = 0
+    are_many = np.sum(reduced != 0, axis=1) > 1
+    return reduced[np.lexsort((order[:rank], are_many))] / units
 
 
 def described(
