@@ -1364,7 +1364,7 @@ def test_a_parameter_with_an_effect_below_rounding_is_reported():
 
 @pytest.mark.parametrize(
     ("unit", "rate", "said"),
-    [(1, 5.0, "rate by 1; or a by 1"), (1e-18, 5e-17, "rate by 1e-17; or a by 1")],
+    [(1, 5.0, "a by 1; or rate by 1"), (1e-18, 5e-17, "a by 1; or rate by 1e-17")],
 )
 def test_a_plateau_is_reported(unit, rate, said):
     x = np.arange(36.0, 86)

@@ -18,6 +18,7 @@ from ..losses import BinomialNLL
 from ._curve import Data, rounding
 from ._hidden import of_zero_derivative
 from ._not_finite import what_is_not_finite
+from ._own_values import of_own_values
 from ._points import place_of, total
 from ._problem import flat_box, Posed
 from ._residuals import ignored, num_points, outlying, points
@@ -225,6 +226,8 @@ def complaint(fit: "CurveFit") -> str:
             f"{some_directions(fit, '; or ')} does not change the curve. Fix one of "
             "them, pass more points, or start elsewhere."
         )
+    if own := of_own_values(fit):
+        return f"`gnlin.curve_fit`: {own}."
     if fit._setting.is_estimated and not float(fit.degrees_of_freedom) > 0:
         other = "" if fit._setting.is_robust else "`sigma` and `absolute_sigma=True`, or "
         return (

@@ -1,0 +1,101 @@
+"""Functions that read the data to which they are fitted."""
+
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._common import _tree
+from .._common._canonical import needed, Program
+from ._curve import Curve, rounding, unflattened
+
+
+if TYPE_CHECKING:
+    from ._result import CurveFit
+
+# The number of random directions along which y is changed.
+_PROBES = 16
+# Their mean counts as positive above this multiple of its error. That of a forecast from
+# earlier values is zero.
+_SURELY = 5
+
+
+def of_own_values(fit: "CurveFit") -> str:
+    """Return a sentence if `f` computes values of y from these values themselves, as if
+    it fitted parameters of its own, or "". Forecasts from earlier values do not, and an
+    exact fit, such as a line through x = y, has no errors.
+
+    The curve is evaluated only if it reads an array of x that equals one of y."""
+    data, setting = fit._data, fit._setting
+    if data is None or data.sigma_x is not None or setting.many:
+        return ""
+    if fit.residuals is None or not np.max(np.abs(fit.residuals)) > rounding(data):
+        return ""
+    like = fit._like_y()
+    ys, counted = (jax.tree.leaves(unflattened(v, like)) for v in (data.y, data.counted))
+    is_exact = lambda x, y, c: (
+        x.shape == y.shape
+        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and bool(np.all((np.asarray(x) == y) | (np.real(c) == 0)))
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(data.x)
+    reads = _read(setting.curve, len(leaves))
+    for place, (path, x) in enumerate(leaves):
+        for which, (y, c) in enumerate(zip(ys, counted, strict=True)):
+            if not reads[place] or not x.size or not is_exact(x, y, c):
+                continue
+            given = setting.curve, fit._free, setting.fixed, data.x
+            found = np.asarray(_traces(*given, place, which), float)
+            mean, error = np.mean(found), np.std(found) / _PROBES**0.5
+            # A projection is never negative along any direction.
+            if mean > 0.5 and (np.min(found) > 0 or mean > _SURELY * error):
+                return _told(f"x{jax.tree_util.keystr(path)}", mean)
+    return ""
+
+
+def _told(name: str, number: float) -> str:
+    return (
+        f"`f` reads `y`, as `{name}`, and computes each value from itself, which uses up "
+        f"about {number:.2g} degrees of freedom that are not counted: the standard "
+        "errors, `degrees_of_freedom`, `aic` and `bic` are wrong, so pass what `f` "
+        "fits to `y` inside, such as linear amplitudes, as parameters in `start`"
+    )
+
+
+def _read(curve: Curve, number: int) -> list[bool]:
+    """Whether the curve depends on each of the arrays of x, as far as is known."""
+    if not isinstance(curve.f, Program):
+        return [True] * number
+    program = curve.f.traced.jaxpr
+    found = needed(program)
+    return [v in found for v in program.invars[len(program.invars) - number :]]
+
+
+@eqx.filter_jit
+def _traces(
+    curve: Curve, free: PyTree, fixed: PyTree, x: PyTree[Array], place: int, which: int
+) -> Float[Array, " probes"]:
+    """Return estimates of the trace of the derivative of an array of the curve by one of
+    x: products of random signs with the change of the curve along them.
+
+    ??? cite "Reference"
+
+        M. F. Hutchinson, *A stochastic estimator of the trace of the influence matrix
+        for Laplacian smoothing splines*, Commun. Stat. Simul. Comput. 18 (1989).
+    """
+    leaves, structure = jax.tree.flatten(x)
+    here = jax.tree.leaves(curve.values(free, fixed, x))[which]
+    eps = jnp.finfo(here.dtype).eps
+    width = eps ** (1 / 3) * jnp.sqrt(jnp.mean(jnp.abs(leaves[place]) ** 2))
+
+    def along(key: Array) -> Float[Array, ""]:
+        signs = jax.random.rademacher(key, here.shape, here.real.dtype)
+        moved = leaves.copy()
+        moved[place] = leaves[place] + (width * signs).astype(leaves[place].dtype)
+        there = jax.tree.leaves(curve.values(free, fixed, structure.unflatten(moved)))
+        return _tree.dot(signs, (there[which] - here).real) / width
+
+    return jax.lax.map(along, jax.random.split(jax.random.key(0), _PROBES))
