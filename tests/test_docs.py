@@ -56,6 +56,62 @@ def _is_scipys(fit, curve, x, y) -> bool:
     return np.allclose(start, found.x, rtol=1e-5)
 
 
+def _covers_counts(n) -> bool:
+    """Return whether new counts are in their intervals as often as these promise."""
+    mean = 10 * n["decay"](n["true"], n["new_t"])
+    new = np.random.default_rng(0).poisson(mean, size=(10_000, mean.size))
+    inside = np.mean((n["least"] <= new) & (new <= n["most"]))
+    narrow = scipy.stats.poisson.interval(0.95, mean)
+    width = np.sum(n["most"] - n["least"])
+    return 0.94 < inside < 0.995 and width > 1.05 * np.sum(narrow[1] - narrow[0])
+
+
+def _is_information(n) -> bool:
+    """Return whether a proportional error has the errors of Fisher's information."""
+    p = n["proportional"].model[1]
+    mean = lambda q: n["decay"](dict(zip(p, q, strict=True)), n["t"])
+    q = jnp.array([p[name] for name in p])
+    relative = jax.jacfwd(mean)(q) / mean(q)[:, None]
+    of_sigma = relative + np.array([name == "log_part" for name in p])
+    part = np.exp(p["log_part"])
+    information = relative.T @ relative / part**2 + 2 * of_sigma.T @ of_sigma
+    errors = np.sqrt(np.diagonal(np.linalg.inv(information)))
+    found = [n["of_parts"].standard_errors[name] for name in p]
+    return np.allclose(found, errors, rtol=1e-5) and abs(part - 0.1) < 0.03
+
+
+def _is_kaufmans(n) -> bool:
+    """Return whether the errors are those of variable projection by NumPy."""
+    rates = np.exp(np.asarray(n["separable"].parameters["log_rates"]))
+    basis = np.exp(-rates * n["delays"][:, None])
+    linear, (rest, *_) = np.linalg.lstsq(basis, n["measured"])[0], np.linalg.qr(basis)
+    slopes = -rates * n["delays"][:, None] * basis
+    columns = [np.outer(s, a) for s, a in zip(slopes.T, linear, strict=True)]
+    jacobian = np.stack([(c - rest @ (rest.T @ c)).ravel() for c in columns], axis=1)
+    variance = np.sum((n["measured"] - basis @ linear) ** 2) / (1500 - 62)
+    errors = np.sqrt(np.diagonal(np.linalg.inv(jacobian.T @ jacobian) * variance))
+    by_groups = n["known_rates"].standard_errors["log_rates"]
+    return all(
+        np.allclose(found, errors, rtol=1e-5)
+        for found in (n["separable"].standard_errors["log_rates"], by_groups)
+    )
+
+
+def _is_nelders(n) -> bool:
+    """Return whether an epidemic has the likelihood that SciPy finds."""
+    names = ("contact", "recovery", "log_dispersion")
+    means = jax.jit(lambda q: jnp.exp(n["log_cases"](dict(zip(names, q, strict=True)))))
+
+    def loss(q):
+        size, mean = np.exp(-q[2]), np.asarray(means(q))
+        of_each = scipy.stats.nbinom.logpmf(n["reported"], size, size / (size + mean))
+        return -np.sum(of_each)
+
+    first = np.array([n["epidemic"].model[name] for name in names])
+    found = scipy.optimize.minimize(loss, first + 0.02, method="Nelder-Mead")
+    return loss(first) < found.fun + 1e-3
+
+
 def _difference(of_data, data, entry, size=1e-4) -> float:
     ends = [float(of_data(data.at[entry].add(s * size))) for s in (1, -1)]
     return (ends[0] - ends[1]) / (2 * size)
@@ -154,6 +210,10 @@ REACHED = {
         and abs(n["poisson"].parameters["rate"] - 1.3)
         < 3 * n["poisson"].standard_errors["rate"]
         and abs(n["dispersion"].value - 0.5) < 2 * n["dispersion"].standard_error
+        and _covers_counts(n)
+        and _is_information(n)
+        and _is_kaufmans(n)
+        and _is_near(n["binding"], {"protein": 2.0, "k": 0.5})
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1
         and abs(n["orthogonal"].parameters["rate"] - n["fit"].parameters["rate"]) < 0.1
         and abs(n["large"].parameters["rate"] - 1.3) < 0.01
@@ -227,6 +287,7 @@ REACHED = {
         and _is_near(n["doses"], n["true"])
         and np.all(np.abs(n["together"].model["shared"] - n["mean"]) < 3 * n["of_shared"])
         and n["together"].reason.endswith("converged")
+        and _is_nelders(n)
         and np.std(n["together"].model["own"] - n["truth"]["own"]) < 0.3 * n["SPREAD"]
         and np.linalg.norm(n["found"] - n["wanted"]) < 0.05 * np.linalg.norm(n["wanted"])
         and np.all(np.abs(n["state"]["rates"] / n["true_rates"] - 1) < 0.02)

@@ -42,8 +42,9 @@ def band(fit: "CurveFit", x: PyTree[Array], quantile: float, sigma: Any) -> Band
     if sigma is not None:
         if not isinstance(setting.likelihood, TobitNLL | None):
             raise ValueError(
-                "`sigma` of a band is for normal noise: leave it out, and take the "
-                "spread of a new value from its distribution."
+                "`sigma` of a band is for normal noise: leave it out, draw parameters "
+                "from `fit.covariance_matrix` and a new value from its distribution at "
+                "each, and take their quantiles (*New counts* in the documentation)."
             )
         variance += (fit.scale * _deviations(sigma, like)) ** 2
     width = quantile * jnp.sqrt(variance)
