@@ -40,22 +40,22 @@ def hidden(
     the compiled fit, whose program does not grow."""
     found = ~np.asarray(end.covariance.determined)
     # Steps of a retraction are not differences of parameters.
-    is_refused = data is None or setting.many or setting.solver.retraction is not None
-    if is_refused or not found.any():
+    is_refused = setting.many or setting.solver.retraction is not None
+    if data is None or is_refused or not found.any():
         return found & False
     # A parameter that is a part of an undetermined direction has entries here.
     found &= ~np.any(np.asarray(end.covariance.factor), axis=-1)
-    best, first = (np.asarray(ravel_pytree(tree)[0]) for tree in (end.parameters, start))
-    box = flat_box(setting.solver.bounds, end.parameters)
-    sizes = np.maximum(np.abs(best), np.abs(first))
-    sizes = np.where(sizes > 0, sizes, 1)
     asked = np.flatnonzero(found)
     if not asked.size:
         return found
+    best, first = (np.asarray(ravel_pytree(tree)[0]) for tree in (end.parameters, start))
+    sizes = np.maximum(np.abs(best), np.abs(first))
+    sizes = np.where(sizes > 0, sizes, 1)
     steps = _MOVES[:, None, None] * np.diag(sizes)[asked]
+    box = flat_box(setting.solver.bounds, end.parameters)
     moved = np.clip(best + steps.astype(best.dtype), box.lower, box.upper)
     try:
-        are_flat, change = _seen_from(setting, data, end.parameters, moved)
+        are_flat, change = _seen_from(setting, data, end.parameters, jnp.asarray(moved))
     except eqx.EquinoxRuntimeError:  # `f` may raise errors at other parameters.
         return found & False
     found[asked] = np.asarray(are_flat)[asked] & np.asarray(change)

@@ -49,7 +49,7 @@ def of_own_values(fit: "CurveFit") -> str:
                 continue
             given = setting.curve, fit._free, setting.fixed, data.x
             found = np.asarray(_traces(*given, place, which), float)
-            mean, error = np.mean(found), np.std(found) / _PROBES**0.5
+            mean, error = float(np.mean(found)), np.std(found) / _PROBES**0.5
             # A projection is never negative along any direction.
             if mean > 0.5 and (np.min(found) > 0 or mean > _SURELY * error):
                 return _told(f"x{jax.tree_util.keystr(path)}", mean)

@@ -195,25 +195,23 @@ def profiles(
                 return sign * np.inf
             if abs(distance - quantile) <= _NEAR * quantile and not refit.is_cut:
                 return told(k, sign, value, refit)
-            if left <= 0:
-                break
-            is_huge = number == 0 and unit > _ASTRAY * abs(centre) > 0
+            is_huge = number == 0 and left > 0 and unit > _ASTRAY * abs(centre) > 0
             if is_huge and not 1 / _ASTRAY <= distance / quantile <= _ASTRAY:
                 is_astray, unit = True, abs(centre)
                 continue
-            is_lost = refit.is_cut and not is_below
+            is_unknown = refit.is_cut and not is_below
             if is_below:  # A refit that is above may have ended at another minimum.
                 near, start = step, refit.start
-            elif is_lost:
+            elif is_unknown:
                 cut = step
             else:
                 far, fault = step, refit.fault
-            if near >= (1 - _NEAR) * far:  # The loss jumps here.
+            if left <= 0 or near >= (1 - _NEAR) * far:  # The loss jumps here.
                 break
             if near >= _CLOSE * cut:
                 cut = np.inf
             ceiling, secant = min(far, cut), np.inf
-            if not is_lost:
+            if not is_unknown:
                 slope = (distance - last_distance) / (step - last_step)
                 secant = step + (quantile - distance) / slope if slope > 0 else np.inf
                 last_step, last_distance = step, distance
@@ -229,7 +227,8 @@ def profiles(
         if is_faulty and left > 0:
             why = f"{fault} beyond {rounded(centre + sign * far * unit, unit)}"
         else:
-            why = between(*(centre + sign * d * unit for d in (near, far)), bound, unit)
+            passed = centre + sign * far * unit
+            why = between(centre + sign * near * unit, passed, bound, unit)
             if left <= 0:
                 why = f"its refits took all their {most_steps} steps, and {why}"
         lost.append(

@@ -143,7 +143,8 @@ def apart(known: Covariance) -> np.ndarray:
     from scipy.linalg import qr, solve_triangular  # slow to import
 
     # The pivots are the parameters that the directions span best.
-    _, r, order = qr(scaled, mode="economic", pivoting=True)
+    factors: Any = qr(scaled, mode="economic", pivoting=True)
+    _, r, order = factors
     sizes = np.abs(np.diagonal(r))
     rank = int(np.sum(sizes > rounding * sizes[0]))
     reduced = np.zeros((rank, len(order)), scaled.dtype)
