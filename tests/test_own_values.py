@@ -138,3 +138,17 @@ def test_traced_data_do_not_warn():
         warnings.simplefilter("error")
         fit = lambda y: gnlin.curve_fit(projected, {"Y": y}, y, {"rates": RATES + 0.2})
         jax.jit(lambda y: fit(y).parameters)(Y)
+
+
+def test_complex_and_real_arrays_beside_each_other_are_compared_by_their_kind():
+    """A complex x beside a real y of its shape, and the other way around."""
+
+    def f(p, x):
+        found = p["a"].astype(complex) * x["z"]
+        return {"z": found, "r": found.real + 0 * x["r"]}
+
+    z = np.exp(1j * T)
+    y = {"z": 2 * z + 0.1 * RNG.normal(size=8), "r": 2 * z.real}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gnlin.curve_fit(f, {"z": z, "r": T}, y, {"a": 1.0})

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
 from .._common._canonical import needed, Program
-from ._curve import Curve, rounding, unflattened
+from ._curve import Curve, rounding
 
 
 if TYPE_CHECKING:
@@ -32,21 +32,22 @@ def of_own_values(fit: "CurveFit") -> str:
     data, setting = fit._data, fit._setting
     if data is None or data.sigma_x is not None or setting.many:
         return ""
-    if fit.residuals is None or not np.max(np.abs(fit.residuals)) > rounding(data):
-        return ""
-    like = fit._like_y()
-    ys, counted = (jax.tree.leaves(unflattened(v, like)) for v in (data.y, data.counted))
-    is_exact = lambda x, y, c: (
-        x.shape == y.shape
-        and jnp.issubdtype(x.dtype, jnp.inexact)
-        and bool(np.all((np.asarray(x) == y) | (np.real(c) == 0)))
-    )
+    y, missing = np.asarray(data.y), np.asarray(data.counted) == 0
     leaves = jax.tree_util.tree_leaves_with_path(data.x)
-    reads = _read(setting.curve, len(leaves))
-    for place, (path, x) in enumerate(leaves):
-        for which, (y, c) in enumerate(zip(ys, counted, strict=True)):
-            if not reads[place] or not x.size or not is_exact(x, y, c):
+    end = 0
+    for which, like in enumerate(jax.tree.leaves(fit._like_y())):
+        begin, end = end, end + like.size * (1 + jnp.iscomplexobj(like))
+        for place, (path, x) in enumerate(leaves):
+            if x.shape != like.shape or x.dtype != like.dtype:
                 continue
+            same = _parts(x) == y[begin:end]  # NumPy, which has less overhead
+            if not x.size or not np.all(same | missing[begin:end]):
+                continue
+            if not _read(setting.curve, len(leaves))[place]:
+                continue
+            assert fit.residuals is not None  # the data are in memory
+            if not np.max(np.abs(fit.residuals)) > rounding(data):
+                return ""
             given = setting.curve, fit._free, setting.fixed, data.x
             found = np.asarray(_traces(*given, place, which), float)
             mean, error = float(np.mean(found)), np.std(found) / _PROBES**0.5
@@ -54,6 +55,12 @@ def of_own_values(fit: "CurveFit") -> str:
             if mean > 0.5 and (np.min(found) > 0 or mean > _SURELY * error):
                 return _told(f"x{jax.tree_util.keystr(path)}", mean)
     return ""
+
+
+def _parts(x: Array) -> np.ndarray:
+    """Return the numbers of an array in a row, a complex number as its two parts."""
+    row = np.ascontiguousarray(x).ravel()
+    return row.view(row.real.dtype)
 
 
 def _told(name: str, number: float) -> str:
