@@ -1,6 +1,6 @@
 """Functions that read the data to which they are fitted."""
 
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
 from .._common._canonical import needed, Program
+from .._common._words import how_many
 from ._curve import Curve, rounding
 
 
@@ -59,14 +60,15 @@ def of_own_values(fit: "CurveFit") -> str:
 
 def _parts(x: Array) -> np.ndarray:
     """Return the numbers of an array in a row, a complex number as its two parts."""
-    row = np.ascontiguousarray(x).ravel()
+    row: Any = np.ascontiguousarray(x).ravel()
     return row.view(row.real.dtype)
 
 
 def _told(name: str, number: float) -> str:
+    degrees = how_many(max(round(number), 1), "degree")
     return (
         f"`f` reads `y`, as `{name}`, and computes each value from itself, which uses up "
-        f"about {number:.2g} degrees of freedom that are not counted: the standard "
+        f"about {degrees} of freedom that are not counted: the standard "
         "errors, `degrees_of_freedom`, `aic` and `bic` are wrong, so pass what `f` "
         "fits to `y` inside, such as linear amplitudes, as parameters in `start`"
     )
