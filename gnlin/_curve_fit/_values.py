@@ -88,6 +88,12 @@ def _check_kind(found: PyTree, values: Values) -> None:
             "example by `jnp.broadcast_to`."
         )
     for pair in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        if not jnp.issubdtype(jnp.result_type(pair[0]), jnp.inexact):
+            raise ValueError(
+                "`f(start, x)` must be of floats, but is of dtype "
+                f"{jnp.result_type(pair[0])}: whole numbers and booleans have no "
+                "derivative, so compute with floats."
+            )
         of_f, of_y = ("complex" if jnp.iscomplexobj(v) else "real" for v in pair)
         if of_f != of_y:
             raise ValueError(

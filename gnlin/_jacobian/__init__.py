@@ -21,6 +21,7 @@ from ._cost import Cost as Cost, Reads as Reads
 from ._directions import (
     check_jac as check_jac,
     Direction as Direction,
+    is_zero_map as is_zero_map,
     only_direction as only_direction,
 )
 from ._gathered import (

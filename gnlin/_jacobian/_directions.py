@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.extend.core import Primitive, primitives
+from jax.extend.core import Jaxpr, Primitive, primitives
+from jax.interpreters import partial_eval
 from jaxtyping import Array, PyTree
 
 from .._common._checks import check_one_of
@@ -20,15 +21,27 @@ _TRANSPOSED = {p for p in vars(primitives).values() if isinstance(p, Primitive)}
 _TRANSPOSED -= {primitives.while_p, primitives.linear_solve_p}
 
 
+def is_zero_map(program: Jaxpr) -> bool:
+    """Whether no result of a program depends on its arguments, as in the derivative of a
+    function that rounds."""
+    _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    return not any(read)
+
+
 def only_direction(
-    jvp: Callable[[PyTree[Array]], PyTree[Array]], domain: Structure, codomain: Structure
+    jvp: Callable[[PyTree[Array]], PyTree[Array]],
+    program: Jaxpr,
+    domain: Structure,
+    codomain: Structure,
 ) -> Direction | None:
     """Return the only mode in which the linear function `jvp`, made by `jax.linearize`,
     can be evaluated, or `None` if it has both.
 
+    - `program`: the program of `jvp`.
+
     **Raises:** `ValueError` if it has neither.
     """
-    found = primitives_of(jax.make_jaxpr(jvp)(domain.tree).jaxpr)
+    found = primitives_of(program)
     # `jax.linearize` leaves this primitive in place of a `jax.custom_vjp`.
     forward = primitives.custom_lin_p not in found
     backward = found <= _TRANSPOSED or _is_transposed(jvp, domain, codomain)

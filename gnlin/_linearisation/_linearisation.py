@@ -22,6 +22,7 @@ from .._jacobian import (
     check_jac,
     DEFAULT_MEMORY_BUDGET,
     Direction,
+    is_zero_map,
     itself,
     OfExamples,
     only_direction,
@@ -59,6 +60,8 @@ class Linearisation(eqx.Module):
     jacobian: AbstractJacobian
     box: Box | None = None  # bounds on the parameters
     retraction: Retraction | None = None  # None if steps are added
+    # Whether the derivative is zero whatever the numbers are, as of a rounded function
+    is_flat: bool = eqx.field(static=True, default=False)
 
     def __repr__(self) -> str:
         m, p = self.shape
@@ -287,7 +290,8 @@ def linearised(
     outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
     check_outputs(outputs)
     domain, codomain = Structure.of(y), Structure.of(outputs)
-    only = only_direction(jvp, domain, codomain)
+    program = jax.make_jaxpr(jvp)(domain.tree).jaxpr
+    only = only_direction(jvp, program, domain, codomain)
     check_jac(jac, only)
     jac = jac or only
     by_passes = domain, codomain, memory_budget, jvp, jac
@@ -306,13 +310,14 @@ def linearised(
             outputs, jacobian, aux = _by_tangents(with_aux, jacobian, y)
         else:
             jacobian = jacobian.at_hand()
-    return Linearisation(y, outputs, jacobian), aux
+    return Linearisation(y, outputs, jacobian, is_flat=is_zero_map(program)), aux
 
 
 def _stacked(y: PyTree[Array], lins: Mapping[str, Linearisation]) -> Linearisation:
     outputs = {name: lin.outputs for name, lin in lins.items()}
     parts = {name: lin.jacobian for name, lin in lins.items()}
-    return Linearisation(y, outputs, Stacked(parts))
+    is_flat = all(lin.is_flat for lin in lins.values())
+    return Linearisation(y, outputs, Stacked(parts), is_flat=is_flat)
 
 
 def _by_tangents(
@@ -372,6 +377,15 @@ def check_parameters(y: PyTree) -> None:
             )
 
 
+def check_derivative(lin: Linearisation) -> None:
+    if lin.is_flat:
+        raise ValueError(
+            "The residuals, or outputs, have no derivative with respect to any "
+            "parameter: `jnp.round`, `astype(int)`, comparisons and "
+            "`jax.lax.stop_gradient` have none, so compute without them."
+        )
+
+
 def check_outputs(outputs: PyTree) -> None:
     leaves = jax.tree.leaves(outputs)
     if sum(leaf.size for leaf in leaves) == 0:
@@ -382,7 +396,10 @@ def check_outputs(outputs: PyTree) -> None:
                 "whole numbers and booleans have no derivative, so compute with floats"
             )
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                remedy = "split complex residuals into real and imaginary parts"
+                remedy = (
+                    "pass `gnlin.Residuals(fn)` in place of a function `fn(y, args)`, or "
+                    "split complex residuals into real and imaginary parts"
+                )
             raise ValueError(
                 "Residuals must be real floating-point arrays, but the function returned "
                 f"one of dtype {leaf.dtype}: {remedy}."

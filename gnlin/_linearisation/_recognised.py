@@ -11,11 +11,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, PyTree
 
+from ._linearisation import check_outputs
 from ._objective import AbstractObjective
 
 
@@ -128,11 +130,10 @@ def recognised(
     given = jax.tree.leaves(eqx.filter(args, eqx.is_array))
     values = dict(zip(others, given, strict=True))
     values |= dict(zip(program.constvars, closed.consts, strict=True))
-    names: dict[Any, Any] = {}
-    for equation in program.eqns:
-        names |= _passed_on(equation)
     made = program.outvars[: len(jax.tree.leaves(outputs))]
-    made = [x if isinstance(x, Literal) else names.get(x, x) for x in made]
+    # Optimistix converts whole numbers to floats.
+    check_outputs([x.aval for x in _copied(made, program, of_whole=True)])
+    made = _copied(made, program)
     for equation in program.eqns:
         if equation.primitive is not _residuals or equation.outvars != made:
             continue
@@ -150,14 +151,41 @@ def _is_known(x: Any, values: dict[Any, Any]) -> bool:
     return isinstance(x, Literal) or x in values
 
 
-def _passed_on(equation: JaxprEqn) -> dict[Any, Any]:
-    """Map the outputs of a nested jaxpr without equations to the inputs they copy."""
-    inner = equation.params.get("call_jaxpr")
-    if inner is None or inner.jaxpr.eqns:
-        return {}
-    names = dict(zip(inner.jaxpr.invars, equation.invars, strict=True))
-    pairs = zip(equation.outvars, inner.jaxpr.outvars, strict=True)
-    return {out: names[x] for out, x in pairs if not isinstance(x, Literal)}
+def _copied(
+    variables: Sequence[Any], program: Jaxpr, *, of_whole: bool = False
+) -> list[Any]:
+    """Return the variables that each variable is a copy of, also in nested programs.
+
+    - `of_whole`: whether conversions of whole numbers and booleans count as copies.
+    """
+    names: dict[Any, Any] = {}
+    for equation in program.eqns:
+        inner = equation.params.get("call_jaxpr")
+        if of_whole and _converts_whole(equation):
+            names[equation.outvars[0]] = equation.invars[0]
+        elif inner is not None:
+            given = dict(zip(inner.jaxpr.invars, equation.invars, strict=True))
+            copied = _copied(inner.jaxpr.outvars, inner.jaxpr, of_whole=of_whole)
+            pairs = zip(equation.outvars, copied, strict=True)
+            names |= {
+                out: given[x]
+                for out, x in pairs
+                if not isinstance(x, Literal) and x in given
+            }
+    found = []
+    for x in variables:
+        while not isinstance(x, Literal) and x in names:
+            x = names[x]
+        found.append(x)
+    return found
+
+
+def _converts_whole(equation: JaxprEqn) -> bool:
+    """Whether an equation converts whole numbers or booleans to another type."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    given: Any = equation.invars[0].aval
+    return not jnp.issubdtype(given.dtype, jnp.inexact)
 
 
 def aux_of(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Any:

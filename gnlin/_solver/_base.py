@@ -17,6 +17,7 @@ from .._common._checks import check_callable, check_count, check_flag, check_non
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._bounds import Box, check_pair
 from .._linearisation._linearisation import (
+    check_derivative,
     check_outputs,
     check_parameters,
     Linearisation,
@@ -180,6 +181,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         - `same_examples`: whether the next step uses the same examples. If not, the run
             is not tested for convergence.
         """
+        check_derivative(lin)
         num_steps = state.counts.num_feature_updates
         if same_examples and getattr(self, "form", "quadratic") == "quadratic":
             objective = reweighted(objective, state.reweighted)
