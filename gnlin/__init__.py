@@ -17,6 +17,7 @@ from . import (
     predict as predict,
     spectra as spectra,
 )
+from ._common._history import History as History
 from ._curve_fit import curve_fit as curve_fit, CurveFit as CurveFit
 from ._fit import Checkpoint as Checkpoint, CheckpointError as CheckpointError, fit as fit
 from ._jacobian import PerExample as PerExample, Sparsity as Sparsity
@@ -35,7 +36,7 @@ from ._solver import (
 )
 from ._tangent_kernel._tangent_kernel import TangentKernel as TangentKernel
 from ._training._residuals import Groups as Groups, Residuals as Residuals
-from ._training._solution import History as History, Solution as Solution
+from ._training._solution import Solution as Solution
 from .losses import (
     SigmoidCrossEntropy as SigmoidCrossEntropy,
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,

@@ -12,6 +12,7 @@ import optimistix as optx
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from ._common._checks import as_key, check_count, check_flag, is_traced
+from ._common._history import History, of_full_batch
 from ._common._progress import Bar
 from ._common._sharding import automatic, choosing, mesh_of, on_mesh, places
 from ._linearisation._bounds import check_start
@@ -42,7 +43,7 @@ from ._training._residuals import (
     Residuals,
     where_not_finite,
 )
-from ._training._solution import History, Model, of_full_batch, on_host, Solution
+from ._training._solution import Model, on_host, Solution
 from ._training._statistics import at_the_end, doubt_of_full_batch, first_of, losses_on
 from ._training._step import checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError

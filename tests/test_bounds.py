@@ -382,3 +382,89 @@ def test_many_bounds_take_few_solutions():
     np.testing.assert_array_equal(step, np.sign(b))
     np.testing.assert_allclose(decrease, 0.5 * np.sum(b**2 - (b - np.sign(b)) ** 2))
     assert len(calls) == 1
+
+
+T = np.linspace(0, 4, 50)
+
+
+def decay(p, t):
+    return p[0] * jnp.exp(-p[1] * t) + p[2]
+
+
+LISTS = {
+    "lists": ([0, 0, 0], [2, 3, 1]),
+    "tuples": ((0, 0, 0), (2, 3, 1)),
+    "None": ([0, None, 0], [2, None, 1]),
+    "beside an array": ([0, 1.0, 0], np.array([2, 3, 0.9])),
+    "beside a number": (0, [2, 3, 1]),
+    "arrays": (np.zeros(3), np.array([2.0, 3.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_bounds_may_be_lists(name):
+    y, start = 2.5 * np.exp(-1.3 * T) + 0.3, np.array([1.0, 1.1, 0.1])
+    residuals = lambda p, _: decay(p, T) - y
+    tight = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14}
+    expected = scipy.optimize.least_squares(
+        lambda p: np.asarray(residuals(p, None)),
+        start,
+        bounds=([0, 0, 0], [2, 3, 1]),
+        **tight,
+    ).x
+    solver = gnlin.LevenbergMarquardt(bounds=LISTS[name])
+    start = jnp.asarray(start)
+    found = (
+        optx.least_squares(residuals, solver, start).value,
+        gnlin.solve(start, gnlin.Residuals(residuals), solver).model,
+        gnlin.curve_fit(decay, T, y, start, bounds=LISTS[name]).parameters,
+        jnp.stack(
+            optx.least_squares(
+                lambda p, _: residuals(jnp.stack(p), None), solver, list(start)
+            ).value
+        ),
+    )
+    for each in found:
+        np.testing.assert_allclose(each, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        (([0, 0], [2, 3, 1]), r"lower bounds must be a number, or .* shapes, \(3,\)"),
+        (([0, 4, 0], [2, 3, 1]), "must not be above the upper one, but 4 and 3"),
+        (scipy.optimize.Bounds([0] * 3, [1] * 3), r"pass `\(bounds.lb, bounds.ub\)`"),
+    ],
+)
+def test_errors_of_lists_and_of_scipys_bounds(bounds, message):
+    start = jnp.array([1.0, 1.1, 0.1])
+
+    def run():
+        solver = gnlin.LevenbergMarquardt(bounds=bounds)
+        return optx.least_squares(lambda p, _: decay(p, T), solver, start)
+
+    with pytest.raises(ValueError, match=message):
+        run()
+    message = message.replace("one, but 4 and 3", "")
+    with pytest.raises(ValueError, match=message):
+        gnlin.curve_fit(decay, T, np.ones(50), start, bounds=bounds)
+
+
+@pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt, gnlin.GaussNewton])
+def test_traced_bounds_without_a_point_end_at_a_finite_point(solver):
+    start = jnp.array([0.5, 0.5])
+
+    @jax.jit
+    def run(lower):
+        residuals = lambda p, _: p**2 - 3
+        found = optx.least_squares(
+            residuals, solver(bounds=(lower, 1.0)), start, throw=False
+        )
+        return found.value, found.result == optx.RESULTS.nonfinite
+
+    value, has_failed = run(jnp.array([0.0, 2.0]))
+    assert has_failed
+    assert np.isfinite(value).all()
+    value, has_failed = run(jnp.array([0.0, 0.2]))
+    np.testing.assert_allclose(value, 1.0, rtol=1e-9)
+    assert not has_failed

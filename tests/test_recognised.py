@@ -438,3 +438,34 @@ def test_arguments_that_depend_on_the_parameters():
         lambda y, _: group(y, y), gnlin.GaussNewton(), jnp.array([1.0])
     )
     np.testing.assert_allclose(found.value, 3.0**0.5)
+
+
+@pytest.mark.parametrize("solver", ["gnlin", "optimistix", "a minimiser"])
+@pytest.mark.parametrize("names", [("data",), ("data", "penalty")])
+def test_groups_have_no_auxiliary_data(solver, names):
+    """A function around them may have: compared with the sum of the minimum."""
+    groups = {name: gnlin.Residuals(lambda p, _: p**2 - 2) for name in names}
+    functions = [gnlin.Groups(groups), *groups.values()]
+    start = jnp.ones(2)
+    for function in functions:
+        with pytest.raises(ValueError, match=r"return no auxiliary data.*leave it out"):
+            optx.least_squares(function, OTHERS[solver], start, has_aux=True)
+
+    def with_sum(p, args):
+        return functions[0](p, args), jnp.sum(p)
+
+    found = optx.least_squares(with_sum, OTHERS[solver], start, has_aux=True)
+    np.testing.assert_allclose(found.value, 2**0.5, rtol=1e-6)
+    np.testing.assert_allclose(found.aux, 2 * 2**0.5, rtol=1e-6)
+
+
+def test_the_residuals_of_groups_are_a_dictionary():
+    groups = {
+        "b": gnlin.Residuals(lambda p, _: p),
+        "a": gnlin.Residuals(lambda p, _: 2 * p),
+    }
+    by_name = gnlin.Groups(groups)(jnp.ones(2))
+    assert set(by_name.keys()) == {"a", "b"}
+    assert len(by_name) == 2
+    assert {k: float(v.sum()) for k, v in by_name.items()} == {"a": 4, "b": 2}
+    assert [float(v.sum()) for v in jax.tree.leaves(by_name)] == [4, 2]

@@ -15,7 +15,7 @@ import scipy.optimize
 from scipy.spatial.transform import Rotation
 
 import gnlin
-from gnlin._linearisation._retraction import Retraction
+from gnlin._linearisation._retraction import check_fits, Retraction
 
 
 @pytest.fixture(autouse=True)
@@ -531,3 +531,81 @@ def test_a_retraction_may_normalise_the_start():
     moves = gnlin.LevenbergMarquardt(retraction=STILL["away"][0])
     run = lambda y: gnlin.solve(y, group, moves, max_steps=2).loss
     assert jnp.isfinite(jax.jit(run)(jnp.ones(2)))
+
+
+def turned(pose, step):
+    return (jaxlie.SE2(pose) @ jaxlie.SE2.exp(step[:3])).normalize().parameters()
+
+
+def _planar(seed=0):
+    """Points, and the same points after a motion that is known."""
+    points = jnp.asarray(np.random.default_rng(seed).normal(size=(30, 2)))
+    motion = jaxlie.SE2.from_xy_theta(0.5, -0.3, 1.0)
+    there = jax.vmap(motion.apply)(points)
+    start = jaxlie.SE2.identity().parameters().astype(float)
+    residuals = lambda pose, _: jax.vmap(jaxlie.SE2(pose).apply)(points) - there
+    return residuals, start, motion.parameters()
+
+
+ROTATED = {
+    "pose": (turned, 4),
+    "quaternion": (
+        lambda q, d: (jaxlie.SO3(q) @ jaxlie.SO3.exp(d[:3])).normalize().wxyz,
+        4,
+    ),
+    "matrix": (
+        lambda row, d: (row.reshape(3, 3) @ jaxlie.SO3.exp(d[:3]).as_matrix()).ravel(),
+        9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_retraction_that_takes_the_step_first_is_refused(name, dtype):
+    fn, size = ROTATED[name]
+    start = jnp.eye(3).ravel() if size == 9 else jnp.eye(size)[0]
+    start, residuals = start.astype(dtype), lambda row, _: row - 0.5
+    swapped = lambda step, row: fn(row, step)
+    solver = gnlin.LevenbergMarquardt(retraction=swapped)
+    for run in (
+        lambda: optx.least_squares(residuals, solver, start),
+        lambda: jax.jit(lambda y: optx.least_squares(residuals, solver, y).value)(start),
+        lambda: gnlin.solve(start, gnlin.Residuals(residuals), solver),
+    ):
+        with pytest.raises(ValueError, match="exchange its arguments"):
+            run()
+    check_fits(fn, start)
+    check_fits(fn, jnp.stack([start, start]))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda row, step: (row + step) / jnp.linalg.norm(row + step),
+        lambda row, step: jnp.mod(row + step, 2 * jnp.pi),
+        lambda row, step: jnp.exp(step) * row,
+        lambda row, step: row * jnp.cos(jnp.linalg.norm(step)) + step,
+    ],
+)
+def test_retractions_in_the_right_order_are_not_refused(fn):
+    check_fits(fn, jnp.array([[0.6, 0.8, 0.0]]))
+
+
+def test_poses_through_optimistix_after_the_check():
+    residuals, start, expected = _planar()
+    solver = gnlin.LevenbergMarquardt(retraction=turned)
+    found = optx.least_squares(residuals, solver, start).value
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "solver", [gnlin.LevenbergMarquardt, functools.partial(gnlin.DampedGaussNewton, 1.0)]
+)
+def test_a_retraction_that_is_not_finite_at_zero_ends_at_the_start(solver):
+    """Traced starts cannot be checked before the run."""
+    residuals, start, _ = _planar()
+    endless = lambda pose, step: turned(pose, step) / jnp.sqrt(jnp.sum(step**2))
+    run = optx.least_squares(residuals, solver(retraction=endless), start, throw=False)
+    assert run.result == optx.RESULTS.nonfinite
+    np.testing.assert_array_equal(run.value, start)

@@ -582,6 +582,10 @@ def test_the_history_through_optimistix_is_that_of_solve(solver):
         ).stats["history"]
 
     found = run(start, 40)
+    assert isinstance(found, gnlin.History)
+    assert list(found) == list(expected)
+    assert len(found) == len(found.columns)
+    assert found.loss is found["loss"]
     num_steps = len(expected["loss"])
     for name, column in found.items():
         np.testing.assert_allclose(
@@ -627,6 +631,23 @@ def test_parameters_and_residuals_must_be_real_numbers(solver):
     ):
         with pytest.raises(ValueError, match=r"[Pp]arameters|[Rr]esiduals"):
             optx.least_squares(fn, solver, y)
+
+
+@pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
+def test_complex_residuals_as_the_error_says():
+    """Compared with the closed form: the real part of the mean."""
+    fn = lambda y, args: y.astype(complex) - jnp.array([1 + 2j, 3 - 4j])
+    y0, solver = jnp.array(0.0), gnlin.GaussNewton()
+    with pytest.raises(ValueError, match=r"pass `gnlin.Residuals\(fn\)` in place of"):
+        optx.least_squares(fn, solver, y0)
+    found = optx.least_squares(gnlin.Residuals(fn), solver, y0).value
+    np.testing.assert_allclose(found, 2, rtol=1e-12)
+
+
+@pytest.mark.parametrize("verbose", [frozenset({"loss"}), 1, "loss", None])
+def test_verbose_may_be_a_function(verbose):
+    with pytest.raises(ValueError, match=r"must be `True`, `False` or a function"):
+        gnlin.LevenbergMarquardt(verbose=verbose)
 
 
 nan, inf = math.nan, math.inf

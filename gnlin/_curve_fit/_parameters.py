@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._common._checks import check_names
 from .._common._words import name_of
+from .._linearisation._bounds import like, pair_of_scipy
 from ._arrays import as_floats
 
 
@@ -101,10 +102,10 @@ def limits(bounds: Any, start: PyTree) -> Any:
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise ValueError(
             "`bounds` must be a dictionary `{name: (lower, upper)}`, or a pair "
-            f"`(lower, upper)`, but {bounds!r} was given."
+            f"`(lower, upper)`, but {bounds!r} was given{pair_of_scipy(bounds)}."
         )
     lower, upper = bounds
-    bounds = _like(start, lower, -np.inf), _like(start, upper, np.inf)
+    bounds = like(start, lower, -np.inf), like(start, upper, np.inf)
     return jax.tree.map(lambda b: as_floats(b, "bounds"), bounds)
 
 
@@ -122,18 +123,3 @@ def _ends(bounds: Mapping, start: Mapping) -> tuple[dict, dict]:
             )
         lower[name], upper[name] = pair
     return lower, upper
-
-
-def _like(start: PyTree[Array], bound: Any, none: float) -> Any:
-    """Convert a list of bounds to an array if `start` is an array, with `none` in the
-    place of `None`, and vice versa."""
-    structure = jax.tree.structure(start)
-    if isinstance(start, dict) and isinstance(bound, dict):
-        each = {k: _like(start[k], b, none) for k, b in bound.items() if k in start}
-        return bound | each
-    if isinstance(start, Array) and isinstance(bound, list | tuple):
-        number = lambda b: none if b is None else b
-        return np.asarray(jax.tree.map(number, bound, is_leaf=lambda b: b is None))
-    if isinstance(start, list | tuple) and np.shape(bound) == (structure.num_leaves,):
-        return structure.unflatten(list(bound))
-    return bound

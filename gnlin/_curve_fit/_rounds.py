@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._common._checks import is_traced
-from .._training._solution import COUNTS
+from .._common._history import COUNTS
 from ..losses import SquaredError
 from ._curve import Data
 from ._inputs import surely

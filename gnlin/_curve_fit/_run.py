@@ -7,13 +7,13 @@ import equinox as eqx
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree
 
+from .._common._history import of_full_batch
 from .._common._sharding import choosing
 from .._jacobian import AtOnce
 from .._linearisation._linearisation import linearise
 from .._solver import AbstractGaussNewton
 from .._solver._adjoint import held_at_bounds, LeastNorm
 from .._training._full_batch import steps_inside
-from .._training._solution import of_full_batch
 from .._training._step import Kept, StepSettings
 from ..losses._of_examples import loss_beside
 from ._curve import Data

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .._training._solution import History
+from .._common._history import History
 
 
 class Rows:

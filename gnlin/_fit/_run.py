@@ -10,6 +10,7 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._common._canonical import join, split
+from .._common._history import COLUMNS, columns_of, History
 from .._common._identity import as_numpy
 from .._training._ending import (
     after_batches,
@@ -20,7 +21,7 @@ from .._training._ending import (
 )
 from .._training._messages import result_name, WELL
 from .._training._model import Frozen
-from .._training._solution import COLUMNS, columns_of, History, on_host, Solution
+from .._training._solution import on_host, Solution
 from .._training._statistics import first_of
 from .._training._step import Carry, checked_outputs, StepSettings
 from ..callbacks import Callback, Run as AbstractRun

@@ -26,8 +26,8 @@ class Box(eqx.Module):
         """Return the box of a pair `(lower, upper)`. Each bound is a number, `None`, or a
         prefix tree of the parameters with such leaves."""
         check_pair(bounds)
-        lower = _spread(bounds[0], y, -jnp.inf, "lower")
-        upper = _spread(bounds[1], y, jnp.inf, "upper")
+        lower = _spread(like(y, bounds[0], -np.inf), y, -jnp.inf, "lower")
+        upper = _spread(like(y, bounds[1], np.inf), y, jnp.inf, "upper")
         return Box(lower, upper)
 
     def clip(self, y: PyTree[Array]) -> PyTree[Array]:
@@ -131,11 +131,32 @@ class Box(eqx.Module):
         return ys, reached
 
 
+def like(y: PyTree[Array], bound: Any, none: float) -> Any:
+    """Convert a list of bounds to an array if the parameters are an array, with `none` in
+    the place of `None`, and vice versa. A list of bounds of an array has its length."""
+    if isinstance(y, Mapping) and isinstance(bound, Mapping):
+        each = {k: like(y[k], b, none) for k, b in bound.items() if k in y}
+        return {**bound, **each}
+    if isinstance(bound, list | tuple) and eqx.is_array(y):
+        number = lambda b: none if b is None else b
+        return np.asarray(jax.tree.map(number, bound, is_leaf=lambda b: b is None))
+    structure = jax.tree.structure(y)
+    if isinstance(y, list | tuple) and np.shape(bound) == (structure.num_leaves,):
+        return structure.unflatten(list(bound))
+    return bound
+
+
+def pair_of_scipy(bounds: Any) -> str:
+    """Return what to pass in place of a `scipy.optimize.Bounds`, or ""."""
+    is_scipys = hasattr(bounds, "lb") and hasattr(bounds, "ub")
+    return ": pass `(bounds.lb, bounds.ub)`" * is_scipys
+
+
 def check_pair(bounds: Any) -> None:
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise ValueError(
             "`bounds` must be a pair `(lower, upper)` of numbers, or of trees of the "
-            f"parameters' structure, but {bounds!r} was given."
+            f"parameters' structure, but {bounds!r} was given{pair_of_scipy(bounds)}."
         )
     if isinstance(bounds, list) and all(isinstance(bound, tuple) for bound in bounds):
         raise ValueError(
@@ -156,12 +177,15 @@ def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
     for path in lows.keys() | highs.keys():
         # Either bound may be given for a prefix of this path.
         parts = [path[:k] for k in range(len(path) + 1)]
-        low, high = ([v[k] for k in parts if k in v] for v in (lows, highs))
-        if not low or not high:
+        below, above = ([k for k in parts if k in v][-1:] for v in (lows, highs))
+        if not below or not above:
             continue
-        are_alike = low[-1].shape == high[-1].shape
-        if are_alike or low[-1].ndim == 0 or high[-1].ndim == 0:
-            _refuse_empty(low[-1], high[-1], _of_parameter(path))
+        low, high = lows[below[0]], highs[above[0]]
+        # The entries of a list have longer paths than an array beside it.
+        first = low if len(below[0]) < len(above[0]) else high
+        are_alike = low.ndim == 0 or low.shape == high.shape
+        if first.ndim == 0 or (below == above and are_alike):
+            _refuse_empty(low, high, _of_parameter(path))
 
 
 def _is_known(value: Any) -> bool:

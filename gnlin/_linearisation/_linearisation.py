@@ -190,9 +190,15 @@ class Linearisation(eqx.Module):
 
     def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
         """Return the linearisation with bounds, and with zero columns for the `blocked`
-        parameters, which stay where they are."""
-        infinite = lambda b, x: jnp.where(b, jnp.inf, 1).astype(x.dtype)
-        scale = jax.tree.map(infinite, blocked, self.point)
+        parameters, which stay where they are. Columns are NaN if no value lies between
+        the bounds, so that the run ends as not finite: traced bounds cannot be checked.
+        """
+
+        def each(blocked, x, low, high):
+            scale = jnp.where(blocked, jnp.inf, 1)
+            return jnp.where(low <= high, scale, jnp.nan).astype(x.dtype)
+
+        scale = jax.tree.map(each, blocked, self.point, box.lower, box.upper)
         jacobian = ScaledColumns.of(self.jacobian, scale)
         box = box.without(blocked, self.point)
         return dataclasses.replace(self, jacobian=jacobian, box=box)

@@ -6,7 +6,7 @@ groups and its losses from the equation; other solvers evaluate it as plain resi
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -43,7 +43,30 @@ class AbstractRecognised(eqx.Module):
         others, structure_of_rest = jax.tree.flatten(rest)
         call = _Call(structure, structure_of_rest, static)
         out = _residuals.bind(*leaves, *others, call=call)
-        return jax.tree.unflatten(jax.tree.structure(call.shapes(*leaves, *others)), out)
+        shapes = jax.tree.structure(call.shapes(*leaves, *others))
+        return _ByGroup(jax.tree.unflatten(shapes, out))
+
+
+class _ByGroup(dict[str, Any]):
+    """Residuals by group. With `has_aux=True` optimistix would take them apart as a pair,
+    and with two groups would get their names."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            "Groups of residuals return no auxiliary data, which `has_aux=True` needs: "
+            "leave it out, or pass `lambda y, args: (groups(y, args), aux)` in place of "
+            "the groups (and go through their residuals by `.items()`)."
+        )
+
+
+jax.tree_util.register_pytree_with_keys(
+    _ByGroup,
+    lambda by_group: (
+        [(jax.tree_util.DictKey(k), by_group[k]) for k in sorted(by_group.keys())],
+        tuple(sorted(by_group.keys())),
+    ),
+    lambda names, residuals: _ByGroup(zip(names, residuals, strict=True)),
+)
 
 
 class _Call:

@@ -1,16 +1,20 @@
 """Retractions: how parameters on a curved space move along a step."""
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+import numpy as np
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common import _tree
 from .._common._checks import check_callable, first_line, is_own, is_traced
+from .._common._quickly import quickly
 
 
 class Retraction(eqx.Module):
@@ -98,11 +102,27 @@ def flaw_of(given: Any, y: PyTree[Array]) -> str:
     return "" if given is None else Retraction.of(given, y).flaw(y)
 
 
+def check_fits(given: Any, y: PyTree[Array]) -> None:
+    """Raise an error if the retraction does not fit the parameters, or if it takes the
+    step before the row, judged at rows of its own since those of y may be traced."""
+    retraction = Retraction.of(given, y)
+    for fn, whole, x in zip(
+        retraction.fns, retraction.whole, jax.tree.leaves(y), strict=True
+    ):
+        if fn is not None and _is_swapped(fn, x.shape if whole else x.shape[1:], x.dtype):
+            raise ValueError(
+                "`retraction` is called as `retraction(row, step)`, but a small step "
+                "moves a row by little only in `retraction(step, row)`: exchange its "
+                "arguments."
+            )
+
+
 def check_still(given: Any, start: PyTree[Array]) -> None:
     """Raise an error unless a step of zero keeps a start, which one step of zero has led
     to. Traced starts are not checked."""
     if given is None or is_traced((given, start)):
         return
+    check_fits(given, start)
     again = not_moved(given, start)
     if is_traced(again):  # the function closes over traced arrays
         return
@@ -191,6 +211,39 @@ def _acts_on_entries(fn: Any, row: jax.ShapeDtypeStruct) -> bool:
     except Exception:  # `fn` may need single entries, or have no such derivative
         return True
     return True
+
+
+def _is_swapped(fn: Any, shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether a small step moves rows by little if it is the first argument, but not if
+    it is the second."""
+    try:
+        with jax.ensure_compile_time_eval():
+            angles = np.arange(2 * math.prod(shape)).reshape(2, *shape)
+            rows = (0.1 + 0.05 * np.sin(angles)).astype(dtype)
+            return not _moves_little(fn, rows, True) and bool(
+                _moves_little(fn, rows, False)
+            )
+    except Exception:  # `fn` may fail on such rows, or close over traced arrays
+        return False
+
+
+@functools.partial(quickly, is_brief=True)
+def _moves_little(fn: Any, rows: Array, row_first: bool) -> Bool[Array, ""]:
+    """Whether small steps move rows by little. A first step may move them far, onto the
+    space of rows, but not all to the same row. The step is not zero, where a faulty
+    retraction may divide by its norm."""
+    step = 1e-4 * jnp.cos(rows)
+
+    def move(rows: Array, _: None) -> tuple[Array, Array]:
+        # A loop compiles `fn` once.
+        pair = (rows, step) if row_first else (step, rows)
+        rows = jax.vmap(fn)(*pair).astype(rows.dtype)
+        return rows, rows
+
+    _, (first, second) = jax.lax.scan(move, rows, length=2)
+    small = 1e-2 * jnp.max(jnp.abs(first))
+    is_little = jnp.max(jnp.abs(second - first)) <= small
+    return is_little & (jnp.max(jnp.abs(first[1] - first[0])) > small)
 
 
 def _only_adds(fn: Any, row: jax.ShapeDtypeStruct) -> bool:

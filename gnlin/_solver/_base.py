@@ -13,7 +13,8 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import check_callable, check_count, check_flag, check_nonnegative
+from .._common._checks import check_callable, check_count, check_nonnegative
+from .._common._history import History, of_full_batch
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._bounds import Box, check_pair
 from .._linearisation._linearisation import (
@@ -25,11 +26,11 @@ from .._linearisation._linearisation import (
 )
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
-from .._linearisation._retraction import not_moved, Retraction
+from .._linearisation._retraction import check_fits, not_moved, Retraction
 from ..losses._robust import faded, reweighted
-from ._state import checked, Detour, Evaluate, Report, State, Update
+from ._state import checked, Detour, Evaluate, num_rows_of, Report, State, Update
 from ._termination import verdict
-from ._verbose import print_row
+from ._verbose import check_verbose, print_row
 
 
 def _as_bool(flag: Any) -> Any:
@@ -111,8 +112,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         check_nonnegative("atol", self.atol)
         check_callable("norm", self.norm, "a function of a pytree", "optimistix.max_norm")
         check_count("memory_budget", self.memory_budget)
-        if not callable(self.verbose):
-            check_flag("verbose", self.verbose)
+        check_verbose(self.verbose)
         if self.bounds is not None:
             check_pair(self.bounds)
             if self.retraction is not None:
@@ -153,7 +153,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if self.bounds is not None:
             Box.of(self.bounds, y)  # raises an error if they do not fit
         if self.retraction is not None:
-            Retraction.of(self.retraction, y)  # raises an error if it does not fit
+            check_fits(self.retraction, y)
         numbers = eqx.tree_at(lambda s: s.bounds, self, None, is_leaf=lambda x: x is None)
         # A schedule or a filter, which is callable, may hold arrays of its own.
         fields = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=callable)
@@ -253,6 +253,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             terminate=update.terminate | arrived,
             result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, state.result),
         )
+        if self.retraction is not None:  # It may not be finite for a step of zero.
+            stays = stays | ~_tree.all_finite(update.y)
         return _tree.where(stays, lin.point, update.y), new
 
     def detour(self, state: State) -> Detour | None:
@@ -275,10 +277,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
     def admissible(self, y: PyTree[Array]) -> PyTree[Array]:
         """Return the nearest point between the bounds, or the point that the retraction
-        of a step of zero leads to, such as a quaternion of norm 1."""
+        of a step of zero leads to, such as a quaternion of norm 1. If it is not finite,
+        return y itself."""
+        moved = y
         if self.retraction is not None:
-            return not_moved(self.retraction, y)
-        return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
+            moved = not_moved(self.retraction, y)
+        elif self.bounds is not None:
+            moved = Box.of(self.bounds, y).clip(y)
+        return y if moved is y else _tree.where(_tree.all_finite(moved), moved, y)
 
     def placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:
         """Return the linearisation with the solver's retraction or bounds."""
@@ -346,19 +352,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 "The class of a solver was given: write brackets after it, as in "
                 "`gnlin.LevenbergMarquardt()`."
             )
-        others = sorted(set(options or {}) - {"history", "jac"})
-        if others:
-            raise ValueError(
-                'The only `options` of gnlin\'s solvers are "history" and "jac", but '
-                f"{others} were given; set the solver's `method` for the way to compute "
-                "a step, and its `bounds` for limits of the parameters."
-            )
+        num_rows = num_rows_of(options or {})
         state = self.start(y, f_struct)
-        num_rows = (options or {}).get("history")
-        if num_rows is None:
-            return state
-        check_count("history", num_rows)
-        return state.with_rows(int(num_rows))
+        return state if num_rows is None else state.with_rows(num_rows)
 
     def step(
         self, fn, y, args, options, state: State, tags
@@ -393,5 +389,5 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         own = {"num_steps": state.counts.num_feature_updates}
         stats: dict[str, Any] = own | state.counts.by_name()
         if state.rows is not None:
-            stats["history"] = state.rows
+            stats["history"] = History(of_full_batch(state.rows))
         return y, aux, stats

@@ -1,7 +1,7 @@
 """The state that a run carries from step to step, and the result of a step."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
+from .._common._checks import check_count
 from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
@@ -177,6 +178,23 @@ class State(eqx.Module):
             for name, column in self.rows.items()
         }
         return dataclasses.replace(self, rows=rows)
+
+
+def num_rows_of(options: Mapping[str, Any]) -> int | None:
+    """Return the number of rows of the history that `options` of optimistix ask for, if
+    any. Raise an error for options that solvers do not have."""
+    others = sorted(set(options) - {"history", "jac"})
+    if others:
+        raise ValueError(
+            'The only `options` of gnlin\'s solvers are "history" and "jac", but '
+            f"{others} were given; set the solver's `method` for the way to compute "
+            "a step, and its `bounds` for limits of the parameters."
+        )
+    num_rows = options.get("history")
+    if num_rows is None:
+        return None
+    check_count("history", num_rows)
+    return int(num_rows)
 
 
 class Update(eqx.Module):

@@ -6,9 +6,20 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Int
 
+from .._common._checks import shown
+
 
 # The columns of the history that are printed.
 _PRINTED = "loss", "gradient_norm", "step_norm", "damping"
+
+
+def check_verbose(verbose: Any) -> None:
+    if not isinstance(verbose, bool) and not callable(verbose):
+        raise ValueError(
+            "`verbose` must be `True`, `False` or a function that is called with the "
+            "figures of a step, such as `lambda loss, **others: jax.debug.print('{}', "
+            f"loss[1])`, but {shown(verbose)} was given."
+        )
 
 
 def print_row(

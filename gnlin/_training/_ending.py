@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._common import _tree
+from .._common._history import losses_by_group
 from .._common._sharding import is_here
 from .._common._words import how_many
 from .._linearisation._group_loss import GroupLosses
@@ -24,7 +25,6 @@ from ._messages import (
     shorter_steps,
     why_it_ended,
 )
-from ._solution import losses_by_group
 from ._step import Carry, StepSettings
 
 

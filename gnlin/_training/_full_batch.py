@@ -14,10 +14,10 @@ from jaxtyping import Array, Int
 from .._common import _tree
 from .._common._canonical import Program
 from .._common._checks import forwards_only, is_traced
+from .._common._history import columns_of
 from .._common._progress import Bar
 from .._common._quickly import quickly
 from .._common._sharding import everywhere, keep
-from ._solution import columns_of
 from ._step import advanced, begin, Carry, checked_outputs, Shapes, StepSettings
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._canonical import needed
+from .._common._history import columns_of
 from .._common._sharding import Places, sharded
 from .._jacobian import WithPrior
 from .._linearisation._group_loss import GroupLosses, objective_of
@@ -22,7 +23,6 @@ from ._divergence import Watch
 from ._group_network import GroupNetwork
 from ._model import Network
 from ._prior import Prior
-from ._solution import columns_of
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 
 if TYPE_CHECKING:
-    from .._training._solution import History
+    from .._common._history import History
 
 
 class Run(abc.ABC):

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._common._checks import check_flag, check_nonnegative, check_one_of, check_period
-from .._training._solution import COLUMNS
+from .._common._history import COLUMNS
 from ._base import Callback, Run
 
 
