@@ -218,6 +218,9 @@ REACHED = {
         and abs(n["orthogonal"].parameters["rate"] - n["fit"].parameters["rate"]) < 0.1
         and abs(n["large"].parameters["rate"] - 1.3) < 0.01
         and abs(n["same"].chi_squared / n["large"].chi_squared - 1) < 1e-9
+        and np.isclose(
+            n["slope"], (n["rate_of"](0.101) - n["rate_of"](0.099)) / 0.002, rtol=1e-4
+        )
     ),
     "docs/groups.md": lambda n: (
         n["solution"].loss < 1e-5 * n["solution"].history.loss[0]
@@ -258,6 +261,10 @@ REACHED = {
         and Path("heat.png").stat().st_size > 10_000
     ),
     "docs/from-deepxde.md": lambda n: n["error"] < 1e-6,
+    "docs/from-optimistix.md": lambda n: (
+        np.allclose(n["new"].value, n["old"].value, rtol=1e-6)
+        and np.allclose(n["bounded"].value, n["scipys"].x, atol=1e-6)
+    ),
     "docs/neural-tangents.md": lambda n: (
         n["losses"][-1] < 1e-9 < n["losses"][0]
         and n["trace"](n["x_train"]).shape == (20, 20)

@@ -2,11 +2,15 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+import gnlin
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
@@ -71,6 +75,20 @@ def test_bundle_adjustment(tmp_path):
     # 640 residuals and 12 of what is known, 288 parameters; 27 is the standard deviation
     assert abs(found["solved"][1] - 364) < 4 * 27
     assert found["solved"][0] < 0.2 * found["start"][0]
+
+
+@pytest.mark.slow
+def test_bundle_adjustment_counts_its_steps(tmp_path, capsys, monkeypatch):
+    path = EXAMPLES / "bundle_adjustment.py"
+    example = runpy.run_path(str(path))
+    solved, solve = [], gnlin.solve
+    record = lambda *args: solved.append(solve(*args)) or solved[-1]
+    monkeypatch.setattr(gnlin, "solve", record)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        example["main"](tmp_path, True)
+    steps = len(solved[0].history.loss)
+    assert f", {steps} steps" in capsys.readouterr().out
+    assert steps != len(solved[0].history)
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def main(out: Path, quick: bool):
         print(f"| {name} | {from_truth:.3f} | {2 * losses[name]:.1f} |")
     print(
         f"{num_residuals} residuals, {num_parameters} parameters, of which "
-        f"{true['camera'].size} are not eliminated, {len(solution.history)} steps"
+        f"{true['camera'].size} are not eliminated, {solution.stats['num_steps']} steps"
     )
     out.mkdir(parents=True, exist_ok=True)
     draw(true, {"start": start, "solved": found}, out / "bundle_adjustment.png")

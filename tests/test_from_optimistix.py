@@ -1,0 +1,152 @@
+"""The rows of `docs/from-optimistix.md`: both sides of each reach the same point."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import optimistix as optx
+import pytest
+import scipy.optimize
+
+import gnlin
+
+
+T = jnp.linspace(0.0, 4.0, 50)
+Y = (2.5 * jnp.exp(-1.3 * T) + 0.3).at[jnp.array([5, 20, 41])].add(0.4)
+START = jnp.array([1.0, 0.5, 0.0])
+
+
+@pytest.fixture(autouse=True)
+def as_a_user():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def residuals(p, args):
+    t, y = args
+    return p[0] * jnp.exp(-p[1] * t) + p[2] - y
+
+
+def found(solver, fn=residuals, args=(T, Y), **options):
+    return optx.least_squares(fn, solver, START, args, **options)
+
+
+def scipys(**options):
+    tight = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14} | options
+    fun = lambda p, t, y: np.asarray(residuals(p, (t, y)))
+    return scipy.optimize.least_squares(fun, START, args=(T, Y), **tight)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (optx.LevenbergMarquardt, gnlin.LevenbergMarquardt()),
+        (optx.GaussNewton, gnlin.GaussNewton()),
+        (
+            optx.IndirectLevenbergMarquardt,
+            gnlin.LevenbergMarquardt(damping=gnlin.damping.TrustRegion()),
+        ),
+        (
+            lambda *tol: optx.LevenbergMarquardt(*tol, linear_solver=lx.QR()),
+            gnlin.LevenbergMarquardt(method=lx.QR()),
+        ),
+        (optx.LevenbergMarquardt, gnlin.LevenbergMarquardt(1e-8, 1e-8, optx.two_norm)),
+    ],
+)
+def test_solvers_of_optimistix(theirs, ours):
+    expected = found(theirs(1e-10, 1e-10), max_steps=1000).value
+    for options in ({}, {"options": {"jac": "bwd"}}):
+        np.testing.assert_allclose(found(ours, **options).value, expected, rtol=1e-6)
+
+
+def test_options_of_bounds_are_ignored_by_optimistix_and_refused_here():
+    limits = {"lower": jnp.zeros(3), "upper": jnp.array([2.0, 2.0, 2.0])}
+    theirs = found(optx.LevenbergMarquardt(1e-8, 1e-8), options=limits)
+    assert theirs.value[0] > 2
+    with pytest.raises(ValueError, match="and its `bounds` for limits"):
+        found(gnlin.LevenbergMarquardt(), options=limits)
+    expected = scipys(bounds=([0, 0, 0], [2, 2, 2])).x
+    ours = found(gnlin.LevenbergMarquardt(bounds=([0, 0, 0], [2, 2, 2])))
+    np.testing.assert_allclose(ours.value, expected, atol=1e-6)
+
+
+def test_adjoints():
+    def of_data(solver, **options):
+        return jax.grad(lambda y: found(solver, args=(T, y), **options).value[1])(Y)
+
+    expected = of_data(optx.LevenbergMarquardt(1e-10, 1e-10))
+    for adjoint in (optx.ImplicitAdjoint(), gnlin.methods.ImplicitAdjoint()):
+        ours = of_data(gnlin.LevenbergMarquardt(), adjoint=adjoint)
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+    steps = optx.RecursiveCheckpointAdjoint()
+    with pytest.raises(Exception, match="no reverse-mode derivative"):
+        of_data(gnlin.LevenbergMarquardt(), adjoint=steps)
+
+
+def test_jaxopts_levenberg_marquardt():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jaxopt = pytest.importorskip("jaxopt")
+        of_each = lambda p, t, y: residuals(p, (t, y))
+        theirs = jaxopt.LevenbergMarquardt(of_each, maxiter=200, tol=1e-10)
+        expected = theirs.run(START, T, Y).params
+    settings = (
+        {},
+        {"damping": 1e-6},
+        {"method": "curvature"},
+        {"method": "svd"},
+        {"method": "matrix-free"},
+        {"acceleration": True},
+    )
+    for setting in settings:
+        solver = gnlin.LevenbergMarquardt(**setting)
+        ours = found(solver, lambda p, args: of_each(p, *args), max_steps=100).value
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "ours"),
+    [
+        ("soft_l1", gnlin.losses.PseudoHuber),
+        ("huber", gnlin.losses.Huber),
+        ("cauchy", gnlin.losses.Cauchy),
+        ("arctan", gnlin.losses.Arctan),
+    ],
+)
+def test_losses_of_scipy(loss, ours):
+    expected = scipys(loss=loss, f_scale=0.3)
+    robust = gnlin.Residuals(residuals, loss=ours(0.3))
+    value = found(gnlin.LevenbergMarquardt(), robust).value
+    np.testing.assert_allclose(value, expected.x, atol=1e-6)
+
+
+def test_other_arguments_of_scipy():
+    expected = scipys(x_scale="jac")
+    fn = lambda p, _: residuals(p, (T, Y))
+    solvers = (
+        gnlin.LevenbergMarquardt(scaling="more"),
+        gnlin.LevenbergMarquardt(method="matrix-free", verbose=False),
+        gnlin.LevenbergMarquardt(rtol=1e-12, atol=1e-12),
+    )
+    for solver in solvers:
+        np.testing.assert_allclose(found(solver).value, expected.x, rtol=1e-6)
+    solved = gnlin.solve(START, gnlin.Residuals(fn))
+    np.testing.assert_allclose(solved.loss, expected.cost, rtol=1e-9)
+    lin = gnlin.linearise(residuals, solved.model, (T, Y))
+    np.testing.assert_allclose(lin.outputs, expected.fun, atol=1e-6)
+    theirs = jax.jacfwd(residuals)(solved.model, (T, Y))
+    np.testing.assert_allclose(lin.matrix(), theirs, rtol=1e-12)
+    scale = jnp.array([2.0, 1e-3, 5.0])
+    scaled = found(gnlin.LevenbergMarquardt(), lambda p, a: residuals(scale * p, a))
+    np.testing.assert_allclose(scale * scaled.value, expected.x, rtol=1e-6)
+
+
+def test_rounded_residuals_end_at_the_start_elsewhere():
+    whole = lambda p, args: jnp.round(100 * residuals(p, args)).astype(int)
+    theirs = found(optx.LevenbergMarquardt(1e-8, 1e-8), whole)
+    np.testing.assert_array_equal(theirs.value, START)
+    assert theirs.result == optx.RESULTS.successful
+    with pytest.raises(ValueError, match="compute with floats"):
+        found(gnlin.LevenbergMarquardt(), whole)
