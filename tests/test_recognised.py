@@ -469,3 +469,17 @@ def test_the_residuals_of_groups_are_a_dictionary():
     assert len(by_name) == 2
     assert {k: float(v.sum()) for k, v in by_name.items()} == {"a": 4, "b": 2}
     assert [float(v.sum()) for v in jax.tree.leaves(by_name)] == [4, 2]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_state_of_groups_has_the_structure_of_their_outputs(factor):
+    """The default keeps outputs in its state. A multiple of groups is not recognised."""
+    data = tuple(map(jnp.asarray, measured()))
+    groups = gnlin.Groups([gnlin.Residuals(decay), gnlin.Residuals(decay)])
+    multiple = lambda p, args: jax.tree.map(lambda r: factor * r, groups(p, args))
+    start = jnp.asarray(START)
+    found = optx.least_squares(multiple, gnlin.LevenbergMarquardt(), start, data).value
+    expected = scipy.optimize.least_squares(
+        lambda p: np.asarray(decay(p, data)), START, xtol=1e-14, ftol=1e-14, gtol=1e-14
+    )
+    np.testing.assert_allclose(found, expected.x, atol=1e-6)

@@ -1,5 +1,7 @@
 """How solvers and their parts print, and which arguments they refuse."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -138,8 +140,12 @@ def test_derived_objects_print_in_one_line(printed, expected):
 
 
 def test_outputs_that_do_not_depend_on_the_parameters():
-    model = (lambda p, x: jax.lax.stop_gradient(p) * x), jnp.ones(())
     data = jnp.ones((8, 1)), jnp.zeros((8, 1))
+    model = (lambda p, x: jax.lax.stop_gradient(p) * x), jnp.ones(())
+    for run in (gnlin.solve, functools.partial(gnlin.fit, batch_size=4, epochs=2)):
+        with pytest.raises(ValueError, match="no derivative with respect to any param"):
+            run(model, data, progress=False)
+    model = (lambda p, x: 0 * p * x + 1), jnp.ones(())
     with pytest.warns(UserWarning, match="`gnlin.solve` made no step: the gradient is"):
         gnlin.solve(model, data)
     with pytest.warns(UserWarning, match="`gnlin.fit` made no step: the gradient is ex"):

@@ -59,6 +59,23 @@ class _ByGroup(dict[str, Any]):
         )
 
 
+def as_dictionary(residuals: PyTree) -> PyTree:
+    """Return the residuals of groups in a plain dictionary, as the outputs of groups that
+    are recognised are."""
+    return {**residuals} if isinstance(residuals, _ByGroup) else residuals
+
+
+def with_dictionary(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
+    """Return optimistix's function, which returns residuals and auxiliary data, with the
+    residuals of groups in a plain dictionary."""
+
+    def plain(y: PyTree[Array], args: Any) -> tuple[PyTree[Array], Any]:
+        residuals, aux = fn(y, args)
+        return as_dictionary(residuals), aux
+
+    return plain
+
+
 jax.tree_util.register_pytree_with_keys(
     _ByGroup,
     lambda by_group: (

@@ -25,7 +25,12 @@ from .._linearisation._linearisation import (
     linearised,
 )
 from .._linearisation._objective import AbstractObjective, SumOfSquares
-from .._linearisation._recognised import aux_of, recognised
+from .._linearisation._recognised import (
+    as_dictionary,
+    aux_of,
+    recognised,
+    with_dictionary,
+)
 from .._linearisation._retraction import check_fits, not_moved, Retraction
 from ..losses._robust import faded, reweighted
 from ._state import checked, Detour, Evaluate, num_rows_of, Report, State, Update
@@ -353,7 +358,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 "`gnlin.LevenbergMarquardt()`."
             )
         num_rows = num_rows_of(options or {})
-        state = self.start(y, f_struct)
+        state = self.start(y, as_dictionary(f_struct))
         return state if num_rows is None else state.with_rows(num_rows)
 
     def step(
@@ -363,8 +368,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         point = self.next_point(y, state)
         fixed = self.memory_budget, (options or {}).get("jac")
         if posed is None:
-            lin, aux = linearised(fn, point, args, True, *fixed)
-            objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
+            lin, aux = linearised(with_dictionary(fn), point, args, True, *fixed)
+            evaluate = lambda y_: as_dictionary(fn(y_, args)[0])
+            objective = SumOfSquares()
         else:
             outputs, inputs, objective = posed
             lin, _ = linearised(outputs, point, inputs, False, *fixed)
