@@ -65,7 +65,7 @@ def as_dictionary(residuals: PyTree) -> PyTree:
     return {**residuals} if isinstance(residuals, _ByGroup) else residuals
 
 
-def with_dictionary(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
+def unwrapped(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
     """Return optimistix's function, which returns residuals and auxiliary data, with the
     residuals of groups in a plain dictionary."""
 
