@@ -58,8 +58,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     - `bounds`: bounds `(lower, upper)` on the parameters, each a number, `None`, or a
         tree with the parameters' structure, in which a number may stand for a whole
         subtree, and a list of numbers for an array of one axis. All points satisfy the
-        bounds, and parameters with equal bounds stay constant. The functions of gnlin refuse a start out of bounds, and
-        `optimistix.least_squares` moves it to the nearest point within. A parameter at a
+        bounds, and parameters with equal bounds stay constant. The functions of gnlin
+        refuse a start out of bounds, and `optimistix.least_squares` moves it to the
+        nearest point within. A parameter at a
         bound that descent would cross has no column in the Jacobian. A step that crosses
         other bounds is followed to the first one, and the problem is solved again for the
         remaining parameters. The default adjoint of `optimistix.least_squares` gives
