@@ -10,7 +10,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import check_callable, check_fraction, is_traced
-from .._common._history import History
 from .._common._words import how_many, names_of
 from ..spectra import Estimate
 from ._arrays import as_x
