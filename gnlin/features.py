@@ -248,8 +248,9 @@ def _check_kernels(*kernels: Kernel) -> None:
     n, c = (*shapes[0], 0, 0)[:2]
     if any(shape != (n, c, n, c) for shape in shapes):
         raise ValueError(
-            "Kernels must have the shape `(n, c, n, c)`, the same if two are compared, "
-            f"but have the shapes {' and '.join(map(str, shapes))}."
+            "Kernels must have the shape `(n, c, n, c)`, the same if two are compared (a "
+            "trace over the outputs has it as `kernel[:, None, :, None]`), but have the "
+            f"shapes {' and '.join(map(str, shapes))}."
         )
 
 

@@ -16,6 +16,7 @@ from scipy import integrate, linalg, optimize, stats
 from scipy.special import expit, logsumexp, softmax
 
 import gnlin
+from gnlin.predict import _eigenbasis
 
 
 RNG = np.random.default_rng(0)
@@ -934,3 +935,68 @@ def test_copies_predict_the_same():
     assert copy.deepcopy(posterior)(x).mean.tolist() == posterior(x).mean.tolist()
     assert copy.deepcopy(lin).kernel().tolist() == lin.kernel().tolist()
     assert copy.deepcopy(flow)(x, 1.0).tolist() == flow(x, 1.0).tolist()
+
+
+#
+# What rounding hides
+#
+
+
+def wide_network(num_examples):
+    x = jax.random.uniform(jax.random.key(1), (num_examples, 4), jnp.float32, -1, 1)
+    y = jnp.sin(3 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+    key = jax.random.key(0)
+    model = eqx.nn.MLP(4, 1, 32, 2, jnp.tanh, dtype=jnp.float32, key=key)
+    return model, (x, y)
+
+
+def flow_losses(model, data, times):
+    """The losses of the linearised model under gradient flow, by NumPy's singular
+    values in double precision."""
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    x, y = data
+    rows = jax.vmap(jax.jacrev(lambda p, x: eqx.combine(p, rest)(x)), (None, 0))
+    rows = [
+        np.asarray(r, float).reshape(len(x), -1) for r in jax.tree.leaves(rows(arrays, x))
+    ]
+    u, s, _ = np.linalg.svd(np.concatenate(rows, axis=1), full_matrices=False)
+    along = u.T @ np.asarray(jax.vmap(model)(x) - y, float)[:, 0]
+    left = np.exp(-np.outer(times, s**2)) * along
+    return 0.5 * np.sum(left**2, axis=1)
+
+
+def test_long_times_in_single_precision():
+    model, data = wide_network(150)
+    times = np.array([1e2, 1e3, 1e4, 1e6])
+    found = gnlin.predict.gradient_flow(model, data).loss(times)
+    np.testing.assert_allclose(found, flow_losses(model, data, times), rtol=0.01)
+
+
+@pytest.mark.parametrize("way", ["flow", "descent"])
+def test_what_eigenvalues_do_not_resolve_is_told(monkeypatch, way):
+    monkeypatch.setattr(_eigenbasis, "_singular_values_pay", lambda cost: False)
+    model, data = wide_network(140)  # another shape is compiled anew
+    if way == "flow":
+        predict = gnlin.predict.gradient_flow(model, data)
+        short, long = 1.0, [1.0, math.inf]
+    else:
+        predict = gnlin.predict.gradient_descent(model, data, learning_rate=1e-4)
+        short, long = 10_000, 10**9
+    exact = flow_losses(model, data, [1.0])[0]
+    np.testing.assert_allclose(predict.loss(short), exact, rtol=0.01)  # no warning
+    for call in (predict.loss, lambda amounts: predict(data[0][:2], amounts)):
+        with pytest.warns(
+            UserWarning, match="Rounding hides .* double precision"
+        ) as told:
+            call(long)
+        assert told[0].filename == __file__
+
+
+def test_eigenvalues_that_are_zero_are_no_reason_to_warn(monkeypatch):
+    monkeypatch.setattr(_eigenbasis, "_singular_values_pay", lambda cost: False)
+    model, (x, y) = wide_network(10)
+    double = jax.tree.map(lambda a: a.astype(float) if eqx.is_array(a) else a, model)
+    x, y = jnp.tile(x.astype(float), (2, 1)), y.astype(float)
+    y = jnp.concatenate([y, y + 1])  # labels that contradict each other
+    predict = gnlin.predict.gradient_flow(double, (x, y))
+    np.testing.assert_allclose(predict.loss(), 20 * 0.5 * 0.5**2, rtol=1e-6)

@@ -54,7 +54,7 @@ def test_the_default_depends_on_precision_size_and_memory():
     matrix = singular(72, 123, np.array([1, 1e-4]))
     assert is_svd(lin_of(matrix))
     assert not is_svd(lin_of(matrix, memory_budget=30_000))
-    wide = singular(100, 120_000, np.array([1, 1e-4]))  # 1.2e9 multiplications
+    wide = singular(320, 120_000, np.array([1, 1e-4]))  # 1.2e10 multiplications
     assert not is_svd(lin_of(wide))
     double = np.asarray(matrix, np.float64) + 0.0
     u, _, vt = np.linalg.svd(double, full_matrices=False)

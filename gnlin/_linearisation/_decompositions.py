@@ -19,8 +19,8 @@ _CHEAP_SVD = 50_000
 # The same where a user asks for a spectrum in single precision, in which eigenvalues of a
 # Gram matrix end at 1e-5 of the largest. SVD and `eigh` took 1 and 2 ms for 72 x 123
 # numbers, 0.04 and 0.01 s for 300 x 1,000, and 1 and 0.25 s for 1,000 x 3,000 (jax 0.10,
-# one core). At this number they take about 0.3 and 0.1 s.
-_ORDINARY_SVD = 10**9
+# one core). At this number they take about 1.7 and 0.4 s.
+_ORDINARY_SVD = 10**10
 
 
 def svd_is_cheap(m: int, p: int) -> bool:

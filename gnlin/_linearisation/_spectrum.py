@@ -213,7 +213,7 @@ class Spectrum(eqx.Module):
             return self, jnp.array(True)
         eps, largest = jnp.finfo(w.dtype).eps, jnp.max(w)
         small = w <= eps ** (1 / 2) * largest
-        are_zero = lambda: self._size_of(small, push) <= _least_size(w)
+        are_zero = lambda: self._size_of(small, push) <= least_size(w)
         zero = jax.lax.cond(jnp.any(small), are_zero, lambda: jnp.array(True))
         kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
         return kept, zero | ~self.finite()
@@ -239,7 +239,7 @@ class Spectrum(eqx.Module):
         if number * self._unresolved() <= _DOUBTFUL * float(jnp.asarray(damping)):
             return number, 0.0
         size = self._size_of(w == 0, self._pushed)
-        total = jnp.where(size <= _least_size(w), 0, size**2 * jnp.max(w))
+        total = jnp.where(size <= least_size(w), 0, size**2 * jnp.max(w))
         return number, float(total)
 
     def _unresolved(self) -> float:
@@ -368,7 +368,7 @@ class Spectrum(eqx.Module):
         return _tree.all_finite((self.eigenvalues, self.coefficients))
 
 
-def _least_size(w: Float[Array, " k"]) -> float:
+def least_size(w: Float[Array, " k"]) -> float:
     """Return the size of products with eigenvectors, relative to the largest singular
     value, up to which they may be rounding."""
     return _ZERO * w.size**0.5 * float(jnp.finfo(w.dtype).eps) ** (3 / 4)

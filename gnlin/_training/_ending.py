@@ -106,11 +106,12 @@ def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
             "or double precision."
         )
     shorter = shorter_steps(setting.solver, on_batches=setting.streaming)
-    factor, report = setting.divergence, state.report
+    factor = setting.divergence
     if carry.watch is None or factor is None:
         return why_it_ended(state.result, shorter)
-    far = bool(report.step_norm) or bool(carry.watch.is_far(report.loss, factor))
-    return why_it_ended(state.result, shorter, factor if far else None)
+    # Inner steps that diverge are not taken, also if the loss is far above its start.
+    has_moved = bool(state.report.step_norm)
+    return why_it_ended(state.result, shorter, factor if has_moved else None)
 
 
 def _has_no_derivative(carry: Carry) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
 from .._common._cost import rates
@@ -16,18 +16,20 @@ from .._linear_algebra import _lapack, _small_svd
 from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, Origin
+from .._linearisation._spectrum import Filter, least_size, Origin
 from ..filters import Tikhonov
 from ..spectra import leading
 
 
-# Singular values take up to some tens of times as long as eigenvalues, but resolve
+# Singular values take some three to ten times as long as eigenvalues, but resolve
 # eigenvalues down to eps^2 of the largest instead of eps. They are used if they take at
-# most `_WORTH` times as long, or at most `_SECONDS`.
-_WORTH, _SECONDS = 10.0, 1.0
-# Seconds for each operation of the orthogonal factorisation before the singular values,
-# measured as 47 s for 66,561 x 400 numbers (jax 0.10, on a CPU): 100 times a product's.
-_ORTHOGONALISED = 1e-9
+# most `_WORTH` times as long, in double and in single precision, or at most `_SECONDS`.
+_WORTH, _SECONDS = {64: 3.0, 32: 10.0}, 3.0
+# Seconds for each operation of the orthogonal factorisation and the singular values,
+# measured in double precision as 2.7 s for 66,561 x 400 numbers and 1.8 s for 1,200 x
+# 4,673 (jax 0.10.1, one core of a CPU).
+_ORTHOGONALISED = 6e-11
+_NUM_PROBES = 8  # random sums of eigenvectors, to see whether their eigenvalues are zero
 # Singular values below this multiple of eps times the largest count as zero. For 14 to
 # 200 repeated examples, the multiple that LAPACK returned was at most 0.8.
 _ZERO = 2.0
@@ -120,6 +122,31 @@ class Eigenbasis(eqx.Module):
         if not isinstance(filter, Tikhonov):  # which has derivatives of every order
             filter = resolved
         return self._by_formula(_change, changes, other, filter)
+
+    def is_sure(self, filter: Filter) -> Bool[Array, ""]:
+        """Whether a filter reaches no eigenvalues that rounding hides. The rounding of
+        eigenvalues grows with the root of their number."""
+        resolved = _Resolved(filter, self.rounding, self.cutoff)
+        return resolved.is_harmless(self.eigenvalues.size**0.5)
+
+    def hidden(self) -> Scalar:
+        """Return the part of the squared residual along eigenvectors whose eigenvalues
+        rounding hides; zero if these are zero."""
+        w, unravel = self.eigenvalues, self.jacobian.domain.unravel
+        hidden = w <= self.cutoff
+        part = jnp.sum(jnp.where(hidden, self.squares, 0))
+        part = _tree.quotient(part, self.outside + jnp.sum(self.squares), part > 0)
+        probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
+
+        def size(probe: Float[Array, " k"]) -> Scalar:
+            vector = matmul(self.vectors, jnp.where(hidden, probe, 0))
+            if self.on_outputs:
+                return _tree.norm(self.jacobian.pull_back(vector))
+            return _tree.norm(self.jacobian.push_forward(unravel(vector)))
+
+        typical = _tree.norm(jax.lax.map(size, probes)) / _NUM_PROBES**0.5
+        are_zero = typical <= least_size(w) * jnp.sqrt(jnp.max(w))
+        return jnp.where(are_zero, 0, part)
 
     @property
     def cutoff(self) -> Scalar:
@@ -224,9 +251,13 @@ class _Resolved(eqx.Module):
     cutoff: Scalar
 
     def __call__(self, w: Float[Array, " k"]) -> Float[Array, " k"]:
-        g = self.filter(jnp.concatenate([_NEXT_TO_ZERO * self.rounding[None], w]))
-        same_as_zero = g[0] * self.rounding <= 1
-        return jnp.where((w > self.cutoff) | same_as_zero, g[1:], 0)
+        is_known = (w > self.cutoff) | self.is_harmless()
+        return jnp.where(is_known, self.filter(w), 0)
+
+    def is_harmless(self, margin: float = 1.0) -> Bool[Array, ""]:
+        """Whether the filter treats eigenvalues of the size of rounding like zero."""
+        (g,) = self.filter(_NEXT_TO_ZERO * self.rounding[None])
+        return g * self.rounding * margin <= 1
 
 
 def _singular_values_pay(cost: Cost) -> bool:
@@ -237,7 +268,8 @@ def _singular_values_pay(cost: Cost) -> bool:
     singular_values = cost.all_rows + first + rates().svd(few)
     matrix = cost.whole_gram if m <= p else cost.whole_curvature
     eigenvalues = matrix + rates().eigh(few)
-    return cost.rows_fit and singular_values <= max(_WORTH * eigenvalues, _SECONDS)
+    worth = max(_WORTH[8 * cost.itemsize] * eigenvalues, _SECONDS)
+    return cost.rows_fit and singular_values <= worth
 
 
 def _rows_pay(jacobian: AbstractJacobian, other: AbstractJacobian) -> bool:
@@ -247,7 +279,7 @@ def _rows_pay(jacobian: AbstractJacobian, other: AbstractJacobian) -> bool:
     (m, p), (n, _) = cost.shape, of_other.shape
     rows = cost.all_rows + of_other.all_rows
     seconds = rows + 2.0 * n * m * float(p) * rates().product
-    worth = max(_WORTH * rates().eigh(m), _SECONDS)
+    worth = max(_WORTH[8 * cost.itemsize] * rates().eigh(m), _SECONDS)
     return cost.rows_fit and of_other.rows_fit and seconds <= worth
 
 

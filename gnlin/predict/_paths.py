@@ -1,6 +1,7 @@
 """Gradient descent and gradient flow on a linearised model, at any number of steps."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -36,6 +37,12 @@ _NO_LIMIT = (
     "No minimum was found to which training converges, as with separable classes: pass a "
     "finite number, or add `damping`."
 )
+# A prediction is doubtful if this part of the squared residual lies along eigenvectors
+# whose eigenvalues rounding hides.
+_DOUBTFUL = 0.01
+# The frames from a warning to the user's call of `__call__`, and of `loss`, around which
+# Equinox has one more.
+_OF_CALL, _OF_LOSS = 4, 5
 # A placeholder for the number of steps, on which the setup does not depend.
 _SOME_STEPS = 10_000
 
@@ -175,6 +182,27 @@ class AbstractPath(eqx.Module):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(of {self._linearised.train})"
 
+    def _asked(self, name: str, given: Any, stacklevel: int) -> np.ndarray:
+        """Return the numbers of steps, or the times, as an array. Warn if the last one
+        reaches eigenvalues that rounding hides."""
+        amounts, basis = _amounts(name, given), self._way
+        if not isinstance(basis, Eigenbasis) or is_traced((basis, self._filter)):
+            return amounts
+        if basis.is_sure(self._filter_of(float(np.max(amounts)))):
+            return amounts
+        part, cutoff = float(_hidden(basis)), float(basis.cutoff)
+        if part > _DOUBTFUL:
+            is_single = jnp.finfo(basis.eigenvalues.dtype).bits < 64
+            precision = "use double precision, or " if is_single else ""
+            warnings.warn(
+                f"Rounding hides the kernel's eigenvalues below {cutoff:.2g}. {part:.0%} "
+                "of the squared residual lies along their eigenvectors, and is trained "
+                f"wrongly or not at all: {precision}pass smaller `{name}` or a larger "
+                "`damping`.",
+                stacklevel=stacklevel,
+            )
+        return amounts
+
     def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
         """Return the filter for this number of steps, or this time."""
         field = lambda filter: getattr(undamped(filter)[0], self._amount)
@@ -246,11 +274,13 @@ class Descent(AbstractPath):
         **Raises:** `ValueError` if `steps` are not whole numbers of at least 0, or if the
         descent diverges.
         """
-        return self._outputs(self._linearised.on(inputs), _amounts("steps", steps))
+        return self._outputs(
+            self._linearised.on(inputs), self._asked("steps", steps, _OF_CALL)
+        )
 
     def loss(self, steps: ArrayLike | list = math.inf, data: Any = None) -> Array:
         """Return the loss after some numbers of steps, on the training or other data."""
-        return self._loss(data, _amounts("steps", steps))
+        return self._loss(data, self._asked("steps", steps, _OF_LOSS))
 
 
 class Flow(AbstractPath):
@@ -269,11 +299,13 @@ class Flow(AbstractPath):
         """Return the outputs after a time of at least 0, or a list of times, as
         [`gnlin.predict.Descent.__call__`][] does after numbers of steps; `math.inf` for
         the limit."""
-        return self._outputs(self._linearised.on(inputs), _amounts("times", times))
+        return self._outputs(
+            self._linearised.on(inputs), self._asked("times", times, _OF_CALL)
+        )
 
     def loss(self, times: ArrayLike | list = math.inf, data: Any = None) -> Array:
         """Return the loss after some times, on the training or other data."""
-        return self._loss(data, _amounts("times", times))
+        return self._loss(data, self._asked("times", times, _OF_LOSS))
 
 
 def _way(
@@ -300,6 +332,11 @@ def _set_up(linearised: LinearisedModel, filter: AbstractFilter) -> Eigenbasis |
     way = choose(problem, filter)
     assert isinstance(way, OnSpace)
     return way
+
+
+@eqx.filter_jit
+def _hidden(basis: Eigenbasis) -> Scalar:
+    return basis.hidden()
 
 
 @eqx.filter_jit
@@ -353,6 +390,6 @@ def _check_convergence(largest: Scalar, filter: Any, damping: Any) -> None:
     most = float(filter.largest_stable()) / curvature if curvature > 0 else math.inf
     if float(filter.learning_rate) >= most:
         raise ValueError(
-            f"At a learning rate of {float(filter.learning_rate):g} gradient descent "
-            f"diverges on this linearised model: it must be less than {most:.3g}."
+            f"At a learning rate of {float(filter.learning_rate):.8g} gradient descent "
+            f"diverges on this linearised model: it must be less than {most:.8g}."
         )
