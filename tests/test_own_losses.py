@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gnlin
+from gnlin._training._curvature import without_curvature
 
 
 RNG = np.random.default_rng(0)
@@ -89,6 +90,23 @@ def messages(call):
     return [str(each.message) for each in told if "curvature" in str(each.message)]
 
 
+class Judged(Exception):
+    """Ends a run when its loss has been judged, before its program is compiled."""
+
+
+def sentence(call):
+    """Return the warning of a run, or "", without the run."""
+
+    def judge(*args):
+        raise Judged(without_curvature(*args))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Judged) as ended:
+        for driver in ("gnlin._solve", "gnlin._fit._fit"):
+            patch.setattr(f"{driver}.without_curvature", judge)
+        call()
+    return str(ended.value)
+
+
 LOSSES = [
     (Linear(), True),
     (Absolute(), True),
@@ -116,13 +134,23 @@ def test_a_loss_without_curvature_is_told(loss, is_told, driver):
     else:
         group = gnlin.Residuals(lambda m, x: m(x), X, loss=loss, targets=Y)
         call = lambda: gnlin.solve(MODEL, group, max_steps=1)
-    told = messages(call)
-    assert len(told) == is_told
-    # The dense Hessian at an output
-    hessian = jax.hessian(lambda o: loss.value(o, jnp.asarray(Y[0])))(jnp.asarray(Y[1]))
+    told = sentence(call)
+    assert bool(told) == is_told
     if is_told:
-        assert f"`{type(loss).__name__}`" in told[0]
-        assert not np.any(hessian)
+        assert f"`{type(loss).__name__}`" in told
+        assert f"`gnlin.{'fit' if driver == 'fit' else 'solve'}`" in told
+        # The dense Hessian at an output
+        of_outputs = jax.jit(jax.hessian(loss.value))
+        assert not np.any(of_outputs(jnp.asarray(Y[1]), jnp.asarray(Y[0])))
+
+
+def test_the_sentence_is_a_warning():
+    told = messages(lambda: gnlin.solve(MODEL, (X, Y), loss=Linear(), max_steps=1))
+    assert len(told) == 1
+    told += messages(
+        lambda: gnlin.fit(MODEL, (X, Y), loss=Linear(), steps=1, batch_size=10)
+    )
+    assert [words.startswith("The loss `Linear` has no") for words in told] == [True] * 2
 
 
 @pytest.mark.parametrize(
@@ -136,7 +164,7 @@ def test_a_loss_without_curvature_is_told(loss, is_told, driver):
 )
 def test_solvers_that_use_no_curvature_of_the_loss_are_silent(solver):
     run = lambda: gnlin.solve(MODEL, (X, Y), solver, loss=Linear(), max_steps=1)
-    assert not messages(run)
+    assert not sentence(run)
 
 
 def test_one_group_with_curvature_is_enough():
@@ -144,7 +172,7 @@ def test_one_group_with_curvature_is_enough():
         "flat": gnlin.Residuals(lambda m, x: m(x), X, loss=Linear()),
         "other": gnlin.Residuals(lambda m, x: m(x), X),
     }
-    assert not messages(lambda: gnlin.solve(MODEL, groups, max_steps=1))
+    assert not sentence(lambda: gnlin.solve(MODEL, groups, max_steps=1))
 
 
 class Flow(eqx.Module):
@@ -270,6 +298,7 @@ class OfBoth(gnlin.authoring.AbstractLoss):
         return squares - jax.nn.log_softmax(outputs["kind"])[target["kind"]]
 
 
+@pytest.mark.slow
 def test_heads_with_losses_of_their_own_and_a_state():
     model, state = eqx.nn.make_with_state(Heads)()
     targets = {"height": X[:, 0], "kind": np.asarray(label(X))}
