@@ -531,7 +531,7 @@ def test_the_derivative_without_damping_is_that_of_the_pseudo_inverse(method):
     by_hand = lambda scale: np.linalg.pinv(scaled(scale, np)) @ r
     expected = (by_hand(1.2 + 1e-5) - by_hand(1.2 - 1e-5)) / 2e-5
     for filter in (Tikhonov(0.0), PseudoInverse()):
-        found = jax.jacfwd(lambda scale, filter=filter: step(scale, filter))(1.2)
+        found = jax.jit(jax.jacfwd(lambda scale, filter=filter: step(scale, filter)))(1.2)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 

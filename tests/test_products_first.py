@@ -43,11 +43,11 @@ def damped_step(solver, dtype):
     return solve(solver, (of_tanh, jnp.asarray(START, dtype)), data)
 
 
-def by_hand(damping):
-    jacobian = np.tanh(INPUTS)
-    residual = jacobian @ START[0] - TARGETS[:, 0]
-    kernel = jacobian @ jacobian.T + damping * np.eye(N)
-    return START[0] - jacobian.T @ np.linalg.solve(kernel, residual)
+def by_hand(damping, rows=N, columns=P):
+    jacobian, start = np.tanh(INPUTS[:rows, :columns]), START[0, :columns]
+    residual = jacobian @ start - TARGETS[:rows, 0]
+    kernel = jacobian @ jacobian.T + damping * np.eye(rows)
+    return start - jacobian.T @ np.linalg.solve(kernel, residual)
 
 
 # Every method errs by rounding divided by the damping. In single precision the smallest
@@ -87,17 +87,14 @@ def test_both_ways_are_counted():
 @pytest.mark.parametrize("memory_budget", [2**30, 1000])
 def test_a_factorisation_that_is_cheap_or_exceeds_the_budget(memory_budget):
     """Conjugate gradients are then given a single iteration."""
-    data = jnp.asarray(INPUTS[:20, :12]), jnp.asarray(TARGETS[:20])
-    steps = [
-        gnlin.solve(
-            (of_tanh, jnp.asarray(START[:, :12])),
-            data,
-            gnlin.DampedGaussNewton(0.1, method=method, memory_budget=budget),
-            max_steps=1,
-        ).model[1]
-        for method, budget in (("products-first", memory_budget), ("svd", 2**30))
-    ]
-    np.testing.assert_allclose(steps[0], steps[1], rtol=1e-9)
+    rows, columns = 20, 12
+    data = jnp.asarray(INPUTS[:rows, :columns]), jnp.asarray(TARGETS[:rows])
+    solver = gnlin.DampedGaussNewton(
+        0.1, method="products-first", memory_budget=memory_budget
+    )
+    start = of_tanh, jnp.asarray(START[:, :columns])
+    found = gnlin.solve(start, data, solver, max_steps=1).model[1]
+    np.testing.assert_allclose(found[0], by_hand(0.1, rows, columns), rtol=1e-9)
 
 
 def test_nonfinite_data_leave_the_model():
