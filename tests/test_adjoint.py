@@ -25,7 +25,9 @@ def chained(p, a):
     return jnp.stack([p[0] - a, p[1] - p[0]])
 
 
-@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize(
+    "derivative", [jax.jacfwd, pytest.param(jax.jacrev, marks=pytest.mark.slow)]
+)
 def test_parameters_at_a_bound_move_with_it_and_not_with_the_data(derivative):
     def value(of):
         solver = gnlin.GaussNewton(bounds=(-jnp.inf, of["bound"]))
@@ -116,9 +118,8 @@ def along_the_circle(row, step):
     return c * row + jnp.where(square > 0, jnp.sin(length) / length, 1) * step
 
 
-@pytest.mark.parametrize(
-    "retraction", [turned, pytest.param(along_the_circle, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("retraction", [turned, along_the_circle])
 def test_second_derivatives_along_a_retraction(retraction):
     """The point of the circle nearest to t is t / |t|."""
 
@@ -211,7 +212,8 @@ def test_solve_inside_transformations_of_closed_over_values():
 
 
 @pytest.mark.parametrize(
-    ("derivative", "has_data"), [(jax.jacfwd, False), (jax.jacrev, True)]
+    ("derivative", "has_data"),
+    [pytest.param(jax.jacfwd, False, marks=pytest.mark.slow), (jax.jacrev, True)],
 )
 def test_groups_whose_function_closes_over_a_differentiated_value(derivative, has_data):
     def line(p, x, y, slope):
@@ -233,7 +235,9 @@ def test_groups_whose_function_closes_over_a_differentiated_value(derivative, ha
     np.testing.assert_allclose(both(0.1)[0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize(
+    "derivative", [pytest.param(jax.jacfwd, marks=pytest.mark.slow), jax.jacrev]
+)
 def test_a_direction_without_data_has_derivative_zero(derivative):
     def places(apart):
         solver = gnlin.LevenbergMarquardt()

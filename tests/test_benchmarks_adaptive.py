@@ -87,6 +87,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both", "never"])
 def test_longest_trusted_period(name):
     drift, ratio = RULES[name]
@@ -108,7 +109,10 @@ def test_longest_trusted_period(name):
         assert max(periods) > 1
 
 
-@pytest.mark.parametrize("name", ["drift", "ratio", "both"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in ("drift", "ratio")), "both"],
+)
 def test_across_batches(name):
     drift, ratio = RULES[name]
     every, steps = 2, 24

@@ -64,6 +64,7 @@ def test_the_error_of_the_flow_is_that_of_the_runs():
     assert k_sweep._first_flow(k_sweep.FULL) is None
 
 
+@pytest.mark.slow
 def test_the_error_of_the_flow_is_measured_for_each_seed():
     task, settings = make_task(k_vs_lambda.QUICK, CLASSES), k_vs_lambda.QUICK
     (errors,) = k_vs_lambda._flow_errors(settings, task).values()

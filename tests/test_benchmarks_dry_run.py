@@ -130,6 +130,7 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures(capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "BUDGET", 1e6)
     settings = dataclasses.replace(kernel_drift.QUICK, num_steps=20, batch_size=50)

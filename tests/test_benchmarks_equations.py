@@ -104,8 +104,14 @@ def test_derivatives_match_the_hessian():
     ("name", "linear", "speed", "num_modes", "end"),
     [
         ("burgers", lambda k: -VISCOSITY * k**2, 1.0, 128, 0.3),
-        ("burgers-periodic", lambda k: -LOW_VISCOSITY * k**2, 1.0, 256, 0.3),
-        ("kdv", lambda k: 1j * 0.022**2 * k**3, 1.0, 256, 0.2),
+        pytest.param(
+            *("burgers-periodic", lambda k: -LOW_VISCOSITY * k**2, 1.0, 256, 0.3),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("kdv", lambda k: 1j * 0.022**2 * k**3, 1.0, 256, 0.2),
+            marks=pytest.mark.slow,
+        ),
         ("ks", lambda k: 100 / 16**2 * k**2 - 100 / 16**4 * k**4, 100 / 16, 192, 0.06),
     ],
 )

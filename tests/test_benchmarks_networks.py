@@ -311,6 +311,7 @@ def test_unnormalised_resnet_against_a_literal_loop(unnormalised, some_digits):
     np.testing.assert_allclose(outputs, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_no_derivative_of_the_unnormalised_resnet_is_zero(unnormalised, some_digits):
     @eqx.filter_jit
     @eqx.filter_grad
@@ -421,6 +422,7 @@ def test_transformer_refuses_sizes_that_do_not_divide():
         transformer(jax.random.key(0), heads=3)
 
 
+@pytest.mark.slow
 def test_fit_of_the_transformer(tiny_transformer, some_digits):
     result = gnlin.fit(
         tiny_transformer,

@@ -69,6 +69,7 @@ def test_a_solver_that_raises_gets_a_reason_and_no_credit():
     assert row.result == "RuntimeError: out of luck"
 
 
+@pytest.mark.slow
 def test_nist_quick_writes_its_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(nist_experiment, "QUICK", ("Misra1a", "BoxBOD"))
     nist_experiment.run(Options(tmp_path, "quick"))
@@ -181,6 +182,7 @@ def test_damped_steps_are_solved_and_timed(task):
     ]
 
 
+@pytest.mark.slow
 def test_inner_steps_agree_with_the_oracle(task):
     alone, outer = inner_steps.by_formula(task, num_rounds=1)
     literal = inner_steps.literally(task, largest=100)

@@ -85,6 +85,7 @@ def test_label_smoothing_trains_by_its_excess_over_the_least_loss(task):
     assert made.title.endswith("SoftmaxCrossEntropy")
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_runs_is_that_of_the_file(task):
     """One step of gradient descent, against the gradient of optax."""
     written(task, SMOOTHED)

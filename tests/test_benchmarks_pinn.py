@@ -97,11 +97,14 @@ def test_steps_by_hand_lower_the_objective(small):
 @pytest.mark.parametrize(
     "trainer",
     [
-        timed_training.by_gnlin(gnlin.DampedGaussNewton(1e-3)),
-        timed_training.adam(1e-2),
-        timed_training.natural_gradients(),
+        pytest.param(
+            timed_training.by_gnlin(gnlin.DampedGaussNewton(1e-3)),
+            marks=pytest.mark.slow,
+            id="gnlin",
+        ),
+        pytest.param(timed_training.adam(1e-2), id="Adam"),
+        pytest.param(timed_training.natural_gradients(), id="natural"),
     ],
-    ids=["gnlin", "Adam", "natural"],
 )
 def test_looks_are_on_the_way(trainer, small):
     model, groups = small

@@ -68,6 +68,7 @@ def test_burgers_residuals_vanish_where_nothing_moves():
     assert -1 <= x.min() < -0.9 < 0.9 < x.max() <= 1
 
 
+@pytest.mark.slow
 def test_fits_match_optimistix():
     settings = dataclasses.replace(ratio.QUICK, fits=("Misra1a",))
     columns = ratio.train(settings, {"problem": ratio.FITS, "ratio": 0.5}, Place())

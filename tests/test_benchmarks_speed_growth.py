@@ -94,6 +94,7 @@ def test_runs_that_miss_the_loss_have_no_time(line):
     assert "not reached in 2 steps" in rows[1].note
 
 
+@pytest.mark.slow
 def test_problems_have_their_sizes():
     sinc = time_to_loss.sinc(0.03, num_starts=1)
     assert problem.num_parameters(sinc) == 61
@@ -167,6 +168,7 @@ def test_two_devices_communicate():
 #
 
 
+@pytest.mark.slow
 def test_compiling_takes_longer_than_running(task):
     rows = start.compiling(task.name, [start._by_hand(task)], 1)
     assert rows[0].seconds > 0

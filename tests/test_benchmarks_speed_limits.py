@@ -51,6 +51,7 @@ def test_kernels_agree(monkeypatch):
     assert row.step_error < 1e-5
 
 
+@pytest.mark.slow
 def test_the_device_is_reported():
     comparisons = list(device.comparisons(quick=True))
     assert [comparison.rows[0].library for comparison in comparisons] == ["jax", "jax"]

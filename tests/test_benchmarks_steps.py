@@ -70,6 +70,7 @@ def test_on_mini_batches_the_reduction_can_be_chosen(tmp_path):
         lambda_sweep.EXPERIMENT.settings(Options(tmp_path, "embedded", reduction="sum"))
 
 
+@pytest.mark.slow
 def test_the_sum_is_what_a_run_on_the_full_batch_descends_on():
     """One step of the training parameters, by the gradient of the summed loss."""
     import jax
@@ -102,6 +103,7 @@ def test_the_sum_is_what_a_run_on_the_full_batch_descends_on():
     assert abs(found - other) > 1e-4
 
 
+@pytest.mark.slow
 def test_truth_values_have_one_type_in_all_rows():
     runs = [
         Runs(point, {k: np.asarray(v) for k, v in columns.items()})

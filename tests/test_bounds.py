@@ -45,8 +45,8 @@ def linear_problems(m, n, number):
     ("name", "shape"),
     [
         ("levenberg-marquardt", (6, 10)),
-        ("damped, by the kernel", (9, 1)),
-        ("truncated", (1, 1)),
+        pytest.param("damped, by the kernel", (9, 1), marks=pytest.mark.slow),
+        pytest.param("truncated", (1, 1), marks=pytest.mark.slow),
         ("by steps", (20, 5)),
     ],
 )

@@ -57,7 +57,13 @@ def in_a_row(p):
     return np.array([p["R"], p["t"]])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "modulus" else pytest.mark.slow)
+        for name in LOSSES
+    ],
+)
 def test_complex_groups_minimise_the_loss_of_both_parts(name):
     loss, objective = LOSSES[name]
     setting = {"xatol": 1e-10, "fatol": 1e-14, "maxiter": 4000}

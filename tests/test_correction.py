@@ -44,7 +44,10 @@ def trained(steps):
     return gnlin.solve(network(), groups(20), max_steps=steps).model
 
 
-@pytest.mark.parametrize(("number", "dtype"), [(5, "float64"), (60, "float32")])
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [(5, "float64"), pytest.param(60, "float32", marks=pytest.mark.slow)],
+)
 def test_the_least_squares_step_of_numpy(number, dtype):
     net, given = network(dtype=dtype), groups(number, dtype)
     arrays, rest = eqx.partition(net, eqx.is_inexact_array)
@@ -166,6 +169,7 @@ def test_a_robust_loss_and_some_parameters():
     assert correction.step.layers[0].weight is None
 
 
+@pytest.mark.slow
 def test_a_network_that_is_too_small_is_told():
     wave = lambda net, x: net(x) - jnp.sin(20 * x)
     group = lambda n: gnlin.Residuals(wave, jnp.linspace(0, 1, n))

@@ -65,7 +65,11 @@ def dense(model):
 
 @pytest.mark.parametrize(
     ("dtype", "absolute_sigma"),
-    [(np.float32, True), (np.float64, True), (np.float64, False)],
+    [
+        pytest.param(np.float32, True, marks=pytest.mark.slow),
+        (np.float64, True),
+        (np.float64, False),
+    ],
 )
 def test_shared_parameters_match_the_dense_formula(dtype, absolute_sigma):
     groups, solution = two_peaks(dtype)
@@ -109,6 +113,7 @@ def test_inputs_and_targets_match_scipys_curve_fit():
     assert known.degrees_of_freedom == 37
 
 
+@pytest.mark.slow
 def test_a_likelihood_has_the_inverse_of_its_information():
     counts = jnp.asarray(RNG.poisson(np.exp(1 + 0.4 * X)), float)
     group = gnlin.Residuals(
@@ -264,8 +269,15 @@ def test_all_errors_of_many_states_are_those_of_a_smoother(memory_budget):
     np.testing.assert_allclose(error, expected[700:703], rtol=1e-9)
 
 
-@pytest.mark.parametrize("klu", [True, False])
-@pytest.mark.parametrize("num_held", [1, 0])
+@pytest.mark.parametrize(
+    ("num_held", "klu"),
+    [
+        (1, True),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (0, False),
+    ],
+)
 def test_all_errors_by_solves_are_those_of_a_dense_inverse(monkeypatch, klu, num_held):
     """Poses on a ring with chords, one of which is not reached by any edge."""
     monkeypatch.setattr(_covariance, "_MANY", 0)
@@ -393,7 +405,7 @@ def test_solves_do_not_depend_on_units_and_need_double_precision(monkeypatch):
         covariance(jnp.zeros(3, jnp.float32), group)
 
 
-@pytest.mark.parametrize("part", [None, 0, 1])
+@pytest.mark.parametrize("part", [None, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_curvature_of_a_robust_loss_is_its_second_derivative(part):
     """... whatever curvature steps have. A parameter of outliers only is not known."""
     y = np.where(np.arange(40) % 8 == 0, 30.0, 0.3 * NOISE[0])
@@ -454,7 +466,7 @@ def spectra(num_times):
     return groups, gnlin.solve(start, groups)
 
 
-@pytest.mark.parametrize("num_times", [3, 30])
+@pytest.mark.parametrize("num_times", [pytest.param(3, marks=pytest.mark.slow), 30])
 def test_many_outputs_of_examples_that_read_few_parameters(num_times):
     # With 30 outputs that read four parameters, the rows are replaced by triangles.
     groups, solution = spectra(num_times)
@@ -466,7 +478,7 @@ def test_many_outputs_of_examples_that_read_few_parameters(num_times):
         each = jax.vmap(lambda k: jax.tree.map(lambda a, i: a[i], model, group.select(k)))
         return jax.vmap(group.fn)(each(group.data), group.data).ravel()
 
-    jacobian = np.asarray(jax.jacfwd(outputs)(flat))
+    jacobian = np.asarray(jax.jit(jax.jacfwd(outputs))(flat))
     expected = np.diag(np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)) ** 0.5
     known = covariance(solution, groups)
     errors = known.standard_errors
@@ -482,5 +494,5 @@ def test_many_outputs_of_examples_that_read_few_parameters(num_times):
         return covariance(at, scaled).standard_errors["shared"][0, 0]
 
     # The error of the rate is inversely proportional to the heights.
-    _, slope = jax.jvp(error, (1.0,), (1.0,))
+    _, slope = jax.jit(lambda scale: jax.jvp(error, (scale,), (1.0,)))(1.0)
     np.testing.assert_allclose(slope, -expected[18], rtol=1e-6)

@@ -101,6 +101,7 @@ def slightly_wrong(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_kronecker_factors():
     model, inputs, labels, test = case("convolution")
     prior, loss = 0.5, gnlin.SoftmaxCrossEntropy()
@@ -176,6 +177,7 @@ def test_kronecker_factors_of_a_regression():
 
 
 # Fewer outputs than parameters, and more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "rank"), [pytest.param(7, 14, marks=pytest.mark.slow), (40, 3)]
 )

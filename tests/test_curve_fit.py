@@ -57,7 +57,7 @@ def covariance_of(size):
     [
         (None, False),
         pytest.param(0.1, True, marks=pytest.mark.slow),
-        (SIGMA, False),
+        pytest.param(SIGMA, False, marks=pytest.mark.slow),
         (covariance_of(50), True),
     ],
 )
@@ -205,7 +205,9 @@ def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
     assert fit.derived(lambda p: 3) == (3, 0)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(np.float32, marks=pytest.mark.slow), np.float64]
+)
 def test_a_determined_quantity_beside_undetermined_parameters(dtype):
     with jax.enable_x64(dtype == np.float64):
         fit, x, of_line, variance = fit_of_a_product(dtype)
@@ -1237,6 +1239,7 @@ def test_errors_along_a_retraction(loss):
         by_steps.confidence_intervals()
 
 
+@pytest.mark.slow
 def test_an_undetermined_rotation():
     """Points on the axis of a rotation do not determine its angle."""
 
@@ -1414,11 +1417,8 @@ def test_where_f_is_not_finite():
         gnlin.curve_fit(f, x, y, 1.0, **QUICK)
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [None, pytest.param({"k": (0.0, 10.0)}, marks=pytest.mark.slow)],
-    ids=["loops", "bounds"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("bounds", [None, {"k": (0.0, 10.0)}], ids=["loops", "bounds"])
 def test_many_fits_whose_trials_are_expensive_take_few(bounds):
     """All data sets wait for the one with the most trials at each step."""
 
@@ -1491,7 +1491,10 @@ def test_a_run_that_has_not_converged_says_so():
     [
         (float, 1e-200, "underflow in double precision: take smaller units of y\\.$"),
         (float, 1e200, "overflow"),
-        (np.float32, 1e-25, "underflow in single precision: .* of y, or use double"),
+        pytest.param(
+            *(np.float32, 1e-25, "underflow in single precision: .* of y, or use double"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_squares_that_underflow_or_overflow(dtype, size, said):
@@ -1939,6 +1942,7 @@ def test_without_damping_there_is_no_prior():
         gnlin.predict.predictive_variance(lin, lin, 0.0)
 
 
+@pytest.mark.slow
 def test_a_square_sigma_of_as_many_data_sets_as_points():
     """It is a standard deviation for each point, inside a compiled function too. The
     covariance of all data sets has one more axis."""
@@ -2018,6 +2022,7 @@ def test_data_that_single_precision_rounds_away():
             gnlin.curve_fit(line, x - x[0], np.full(40, np.nan), LINE)
 
 
+@pytest.mark.slow
 def test_a_cubic_over_thousands_of_channels_in_single_precision():
     with jax.enable_x64(False):
         x = np.arange(4096)
@@ -2147,6 +2152,7 @@ def steep_fit():
     )
 
 
+@pytest.mark.slow
 def test_an_interval_where_the_loss_rises_steeply():
     interval = steep_fit().confidence_intervals()
     rise = scipy.stats.f.ppf(0.95, 1, 9) / 9  # relative to the least sum of squares
@@ -2168,7 +2174,11 @@ def test_an_end_that_is_not_found_is_told(monkeypatch):
     ("beyond", "words"),
     [
         (lambda f, far: jnp.where(far, jnp.inf, f), "is not finite beyond 6"),
-        (lambda f, far: eqx.error_if(f, far, "too far"), "raises an error beyond 6"),
+        pytest.param(
+            lambda f, far: eqx.error_if(f, far, "too far"),
+            "raises an error beyond 6",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_interval_where_f_is_not_finite(beyond, words):

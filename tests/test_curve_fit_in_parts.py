@@ -116,7 +116,7 @@ CASES = {
 }
 
 
-OFTEN = "sigma", "left out", "counts"
+OFTEN = "sigma", "left out"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,11 @@ NOISE = np.random.default_rng(1).normal(size=(4, 40))
 
 
 @pytest.mark.parametrize(
-    ("known", "loss"), [(True, HUBER), (False, gnlin.losses.Tukey(4.685))]
+    ("known", "loss"),
+    [
+        (True, HUBER),
+        pytest.param(False, gnlin.losses.Tukey(4.685), marks=pytest.mark.slow),
+    ],
 )
 def test_a_tenth_of_outliers_causes_no_warning(known, loss):
     y = 1 + 2 * X + 0.1 * NOISE

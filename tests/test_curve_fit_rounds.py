@@ -70,6 +70,7 @@ def test_max_steps_limits_their_sum(most):
     assert loss(fit.parameters) < loss(START)
 
 
+@pytest.mark.slow
 def test_one_step_is_not_several():
     y = np.asarray(1 + 2 * X)
     line = lambda p, x: p["a"] + p["b"] * x
@@ -78,6 +79,7 @@ def test_one_step_is_not_several():
     assert str(fit).startswith("converged in 1 step: 60 points, 2 free parameters")
 
 
+@pytest.mark.slow
 def test_steps_of_many_data_sets():
     ys = np.stack([data(0), data(1)])
     alone = [gnlin.curve_fit(decay, X, y, START, loss=HUBER) for y in ys]
@@ -89,6 +91,7 @@ def test_steps_of_many_data_sets():
     assert fits.num_steps.tolist() == [20, 20]
 
 
+@pytest.mark.slow
 def test_steps_of_starts():
     y, bounds = data(), {"a": (0, 30), "k": (0, 5)}
     options = {"loss": HUBER, "bounds": bounds, "starts": 4}
@@ -103,6 +106,7 @@ def test_steps_of_starts():
     np.testing.assert_allclose(few.parameters["k"], fit.parameters["k"], rtol=0.02)
 
 
+@pytest.mark.slow
 def test_inside_jit():
     y = data()
     outside = gnlin.curve_fit(decay, X, y, START, loss=HUBER)
@@ -123,6 +127,7 @@ def test_inside_jit():
     np.testing.assert_allclose(parameters["k"], outside.parameters["k"], rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_in_single_precision():
     with jax.enable_x64(False):
         fit = gnlin.curve_fit(decay, X, data(), START, loss=HUBER)

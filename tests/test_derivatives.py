@@ -200,12 +200,12 @@ def derivative_of_two_steps(step, dtype):
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
-        *each_once(["exact", "for K steps", "by Cholesky"], list(DRIVERS), DTYPES[::-1]),
+        *each_once(["exact", "by Cholesky"], list(DRIVERS)[::2], [jnp.float64]),
         *(
             pytest.param(
                 name, "optimistix, backwards", jnp.float32, marks=pytest.mark.slow
             )
-            for name in ("damped", "by products")
+            for name in ("for K steps", "damped", "by products")
         ),
     ],
 )
@@ -269,6 +269,7 @@ def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function
     np.testing.assert_allclose(found, expected, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "target", "solver"),
     [
@@ -277,11 +278,10 @@ def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function
             np.array([2]),
             gnlin.DampedGaussNewton(0.1, search=None),
         ),
-        pytest.param(
+        (
             gnlin.losses.Huber(1.0),
             np.array([[0.3, 1.4, 2.2, -0.7, 3.3]]),
             gnlin.DampedGaussNewton(1.0),
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["softmax", "Huber"],

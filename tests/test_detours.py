@@ -76,6 +76,7 @@ def test_the_linearisation_after_a_slow_step_is_elsewhere():
     assert (seen[len(seen) // 2 :] > 1e3 * losses(ran(WITH, 60))[0]).any()
 
 
+@pytest.mark.slow
 def test_a_detour_to_where_the_function_is_not_finite_is_forgotten():
     def fn(y, limit):
         # Far from the floor there is no value.
@@ -107,6 +108,7 @@ def test_a_detour_with_a_derivative_that_is_not_finite_is_forgotten():
     assert half_squares(run.value) < 0.1 * half_squares(START)
 
 
+@pytest.mark.slow
 def test_under_vmap_and_jit_each_run_has_its_own_detours():
     @jax.jit
     @jax.vmap
@@ -148,7 +150,8 @@ class Wave(eqx.Module):
         return self.mlp(x)
 
 
-@pytest.mark.parametrize("train", [pytest.param("solve", marks=pytest.mark.slow), "fit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["solve", "fit"])
 def test_networks(train):
     """In the history of a training run, too, the loss is that of the returned model."""
     x = jnp.linspace(-1, 1, 40)[:, None]

@@ -127,7 +127,7 @@ OUT_OF_RANGE = {
 }
 
 
-SLOW = "rcond", "tolerance, damping"
+SLOW = "rcond", "tolerance, damping", "damping", "schedule of a damping"
 
 
 @pytest.mark.parametrize(

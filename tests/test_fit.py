@@ -271,6 +271,7 @@ def test_no_run_across_batches_ends_as_diverged():
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
+@pytest.mark.slow
 def test_a_damping_too_small_for_the_precision_grows():
     """The kernel of one repeated example is singular without damping."""
     x = jnp.ones((8, 2), jnp.float32)
@@ -595,6 +596,7 @@ def test_batch_normalisation_by_gauss_newton():
     assert_close(result.history["validation_loss"][-1], loss)
 
 
+@pytest.mark.slow
 def test_batch_normalisation_in_single_precision_where_double_is_enabled(tmp_path):
     """Its statistics are divided by a function of a counter, which has a weak type."""
     as_single = lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x
@@ -927,7 +929,8 @@ def test_outputs_in_half_precision_have_a_loss_in_single():
         assert loss == pytest.approx(exact, rel=1e-5)
 
 
-@pytest.mark.parametrize("driver", ["fit", pytest.param("solve", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", ["fit", "solve"])
 def test_half_precision_is_computed_with_in_single_precision(driver):
     """The result is that of the same numbers in single precision, rounded."""
 

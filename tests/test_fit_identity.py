@@ -296,7 +296,14 @@ def sentence(folder, arguments):
     return message
 
 
-@pytest.mark.parametrize("name", PAIRS)
+# Of these, others are found in the same way.
+SLOW = "partial", "own solver's code", "schedule", "search", "curvature_batch_size"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in PAIRS],
+)
 def test_changed_is_refused_and_unchanged_is_not(name, tmp_path):
     first, second, words = PAIRS[name]
     begin(tmp_path, **first())

@@ -221,9 +221,16 @@ RUNS = {
     "batch normalisation": {"model": _NORMALISED, "state": _STATE},
     "dropout": {"model": Dropped(jax.random.key(0)), "validation": (X, T)},
 }
+SLOW = "levenberg-marquardt", "full batch"
 
 
-@pytest.mark.parametrize(("name", "cut"), each_once(list(RUNS), [4, 6]))
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        pytest.param(name, cut, marks=pytest.mark.slow if name in SLOW else ())
+        for name, cut in each_once(list(RUNS), [4, 6])
+    ],
+)
 def test_more_steps_than_before(name, cut, tmp_path):
     def run(**changes):
         arguments = {**RUNS[name], **changes}

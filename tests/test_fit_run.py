@@ -695,6 +695,7 @@ def test_metrics_that_are_not_means_over_examples(metric, said):
         fit(validation=(X, T), metrics={"own": metric})
 
 
+@pytest.mark.slow
 def test_a_schedule_that_leaves_its_range():
     solver = gnlin.DampedGaussNewton(lambda step: 1.0 - 1.5 * step)
     said = "`gnlin.fit` stopped at step 2: `damping` is -0.5, and must be"
@@ -986,7 +987,7 @@ def test_a_whole_number_and_a_float_are_two_programs():
     assert losses[0]["loss"] != losses[1]["loss"]  # the first of which overflows
 
 
-@pytest.mark.parametrize("by_optax", [False, True])
+@pytest.mark.parametrize("by_optax", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_redefined_functions_of_a_model_are_not_compiled_again(by_optax):
     mlp = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
     solver = optax.sgd(0.1) if by_optax else DESCENT
@@ -1009,7 +1010,8 @@ SCALE = 1.0
 
 
 @pytest.mark.parametrize(
-    "batch_size", [None, pytest.param(4, marks=pytest.mark.slow), "drawn"]
+    "batch_size",
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in (None, 4)), "drawn"],
 )
 def test_redefined_groups_are_not_compiled_again(batch_size, monkeypatch):
     is_drawn = batch_size == "drawn"

@@ -402,7 +402,10 @@ def test_outputs_may_be_a_tree(form):
     "solver",
     [
         gnlin.GaussNewton(method="matrix-free", search=None),
-        gnlin.TruncatedGaussNewton(0.1, method="matrix-free", search=None),
+        pytest.param(
+            gnlin.TruncatedGaussNewton(0.1, method="matrix-free", search=None),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gauss-newton", "truncated"],
 )

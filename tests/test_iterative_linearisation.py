@@ -297,7 +297,11 @@ def test_many_literal_steps_are_announced():
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("auto", 1.02), ("eigh", 30.0)], ids=["auto", "eigenvalues"]
+    ("method", "most"),
+    [
+        pytest.param("auto", 1.02, id="auto"),
+        pytest.param("eigh", 30.0, id="eigenvalues", marks=pytest.mark.slow),
+    ],
 )
 def test_many_steps_in_single_precision(method, most):
     """Squares of small singular values are rounding there. The loss of the linearised
@@ -322,7 +326,12 @@ def test_many_steps_in_single_precision(method, most):
 
 
 @pytest.mark.parametrize(
-    ("method", "period"), [("auto", 10**30), ("flow", 1e30), ("flow", 10**400)]
+    ("method", "period"),
+    [
+        ("auto", 10**30),
+        pytest.param("flow", 1e30, marks=pytest.mark.slow),
+        ("flow", 10**400),
+    ],
 )
 def test_a_huge_period_is_an_infinite_one(method, period):
     def run(period):

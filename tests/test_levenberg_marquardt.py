@@ -268,6 +268,7 @@ def test_without_finite_steps_the_run_does_not_succeed():
     np.testing.assert_array_equal(solution.value, 1)
 
 
+@pytest.mark.slow
 def test_acceleration_shortens_the_way_through_a_narrow_valley():
     def fn(y, args):
         return jnp.stack([1e4 * (y[1] - y[0] ** 2), 1 - y[0]])
@@ -294,8 +295,14 @@ def test_acceleration_shortens_the_way_through_a_narrow_valley():
 
 @pytest.mark.parametrize(
     ("fn", "start"),
-    [(lambda y, args: 1 + y**4, 1.0), (lambda y, args: 1e3 + y**2, 1e-3)],
-    ids=["quartic", "large constant"],
+    [
+        pytest.param(lambda y, args: 1 + y**4, 1.0, id="quartic"),
+        pytest.param(
+            *(lambda y, args: 1e3 + y**2, 1e-3),
+            id="large constant",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_minimum_with_a_large_residual_is_success(fn, start):
     """The Jacobian is singular there."""
@@ -382,6 +389,7 @@ def test_across_batches_it_never_ends_as_diverged():
         np.testing.assert_allclose(result.model.w, truth, atol=0.1)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_where_their_factors_do():
     """The default scaling needs the rows, and manages without them."""
     model = eqx.nn.MLP(60, 1, 60, 1, jnp.tanh, key=jax.random.key(0), dtype=float)
@@ -413,6 +421,7 @@ def test_conjugate_gradients_that_cannot_converge_have_a_limit():
     assert iterations_a_trial(precise, 12) > 300
 
 
+@pytest.mark.slow
 def test_limit_of_conjugate_gradients_rises_while_steps_lower_the_loss():
     """Bratu's equation on a grid, whose steps take more than 300 iterations."""
     n, h = 32, 1 / 33
@@ -473,6 +482,7 @@ def test_a_root_in_single_precision():
     assert root().result != optx.RESULTS.successful  # which docs/choosing.md says
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_nearly_linear_far_off():
     """Its curvature at the start is 1e-68, and its gradient is 0.01."""
     x = jnp.linspace(0, 3, 40)

@@ -103,7 +103,7 @@ def fit_of(name):
     "name",
     [
         "poisson",
-        "binomial",
+        pytest.param("binomial", marks=pytest.mark.slow),
         pytest.param("negative binomial", marks=pytest.mark.slow),
         "own",
     ],
@@ -159,6 +159,7 @@ def test_profiles_follow_the_likelihood():
     np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_edge_of_rates_does_not_depend_on_the_unit_of_steps():
     x, start = np.linspace(0, 1, 8), np.array([0.5, 3.0])
     counts = np.array([0, 1, 3, 2, 5, 4, 7, 6])
@@ -227,6 +228,7 @@ def test_a_curve_that_is_the_rate_itself():
     assert held.deviance > fit.deviance
 
 
+@pytest.mark.slow
 def test_an_interval_where_the_likelihood_is_not_defined():
     """At this confidence the lower end is close to 0, and a rate below it has none."""
     f = lambda p, x: p["rate"] + 0 * x
@@ -237,6 +239,7 @@ def test_an_interval_where_the_likelihood_is_not_defined():
     assert np.isnan(interval.low["rate"])
 
 
+@pytest.mark.slow
 def test_censored_values():
     """Tobin's likelihood, with its second derivative by differences."""
     fit = gnlin.curve_fit(
@@ -475,6 +478,7 @@ class Exponential(gnlin.authoring.AbstractElementwiseLoss):
         return below, below
 
 
+@pytest.mark.slow
 def test_a_likelihood_of_your_own_may_have_a_runs_test_and_a_picture():
     matplotlib.use("Agg")
     rng = np.random.default_rng(1)
@@ -849,6 +853,7 @@ class StudentT(gnlin.authoring.AbstractLoss):
         return 1.5 * jnp.log1p(((outputs - target) / 0.3) ** 2 / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "is_at_bound"), [(2, True), (4, False), (15, False)])
 def test_the_upper_limit_of_a_rate_at_or_near_its_bound(seed, is_at_bound):
     """By rounding, the lower ends of the last two were -2e-16 and 3e-17."""
@@ -927,6 +932,7 @@ def straight(p, x):
     return p[0] + p[1] * x
 
 
+@pytest.mark.slow
 def test_errors_of_a_loss_that_is_not_convex_and_their_derivatives():
     """They are those of the whole curvature, which is negative at the outlier."""
     x = np.linspace(0, 1, 12)

@@ -196,7 +196,7 @@ class States(Callback):
         self.seen.append((run.model, run.model_state))
 
 
-@pytest.mark.parametrize("kind", ["arrays", "list"])
+@pytest.mark.parametrize("kind", ["arrays", slow("list")])
 def test_batches_leave_the_mean_of_their_statistics(kind):
     model, state = made(Net, 0.99)
     data = {"data": (X, Y), "batch_size": 60} if kind == "arrays" else {"data": BATCHES}

@@ -64,7 +64,11 @@ def test_a_step_is_the_formula(shape, rank):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((30, 8), np.float32), ((8, 30), np.float64)]
+    ("shape", "dtype"),
+    [
+        pytest.param((30, 8), np.float32, marks=pytest.mark.slow),
+        ((8, 30), np.float64),
+    ],
 )
 def test_full_rank_gives_the_damped_step(shape, dtype):
     y, matrix = data(shape, dtype)
@@ -130,6 +134,7 @@ def test_single_precision_at_little_damping(damping):
     assert error < 1e-3 * np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 def test_a_step_uphill_raises_the_damping():
     """The probes see too few of 50 equal eigenvalues. With little damping the step is far
     too long, and the linearised loss itself rises along it."""

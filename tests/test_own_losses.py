@@ -100,10 +100,11 @@ def sentence(call):
     def judge(*args):
         raise Judged(without_curvature(*args))
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Judged) as ended:
+    with pytest.MonkeyPatch.context() as patch:
         for driver in ("gnlin._solve", "gnlin._fit._fit"):
             patch.setattr(f"{driver}.without_curvature", judge)
-        call()
+        with pytest.raises(Judged) as ended:
+            call()
     return str(ended.value)
 
 

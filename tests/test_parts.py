@@ -41,6 +41,7 @@ def test_all_products_in_parts_match_the_whole(size, outputs):
         np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver",
     [

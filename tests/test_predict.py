@@ -87,7 +87,10 @@ def least_squares(targets):
     return lambda outputs: outputs - targets
 
 
-@pytest.mark.parametrize(("name", "nesterov"), [("tall", False), ("one", True)])
+@pytest.mark.parametrize(
+    ("name", "nesterov"),
+    [pytest.param("tall", False, marks=pytest.mark.slow), ("one", True)],
+)
 def test_descent_is_literal_training(name, nesterov):
     model, data = case(name)
     learning_rate = rate(model, data[0])
@@ -509,7 +512,9 @@ def test_the_mean_far_from_the_data(width, n, dtype):
         assert np.max(np.abs(found - exact)) <= 0.02 * size
 
 
-@pytest.mark.parametrize(("width", "n"), [(16, 30), (4, 60)])
+@pytest.mark.parametrize(
+    ("width", "n"), [(16, 30), pytest.param(4, 60, marks=pytest.mark.slow)]
+)
 def test_only_the_smaller_matrix_fits(width, n):
     """Eigenvalues of the smaller matrix are used, of either side. They are nearly as
     accurate as Cholesky on that side, and a warning says where they are not."""
@@ -863,7 +868,7 @@ def test_derivatives_where_eigenvalues_are_zero(order):
         np.testing.assert_allclose(slope, both.imag / 1e-30, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("copies", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_derivatives_of_the_limit_of_equal_examples(copies, monkeypatch):
     """Eigenvalues that are only rounding take no part in the limit, nor in its
     derivatives, whether singular values (two copies) or eigenvalues were computed."""

@@ -158,6 +158,7 @@ def test_priors_under_vmap():
     np.testing.assert_array_equal(priors, [0.1, 1.0])
 
 
+@pytest.mark.slow
 def test_the_posterior_knows_the_prior_of_the_training():
     data, solution = (INPUTS, LABELS), trained()
     with warnings.catch_warnings(action="error"):
@@ -191,7 +192,9 @@ def test_the_posterior_of_a_regression_trained_with_its_prior():
 DAMPED = gnlin.DampedGaussNewton(0.1, search=None)
 
 
-@pytest.mark.parametrize("train", [gnlin.solve, gnlin.fit])
+@pytest.mark.parametrize(
+    "train", [pytest.param(gnlin.solve, marks=pytest.mark.slow), gnlin.fit]
+)
 def test_a_prior_about_fitted_parameters_warns(train):
     """For another loss the prior is about zero, and a prediction warns instead."""
     data, model = (INPUTS, jnp.prod(INPUTS, axis=1, keepdims=True)), network(1)

@@ -31,7 +31,11 @@ def test_the_number_of_values_that_a_program_computes():
 
 @pytest.mark.parametrize(
     ("f", "num_points", "is_brief"),
-    [(decay, 30, True), (decay, 5000, False), (summed, 30, False)],
+    [
+        (decay, 30, True),
+        pytest.param(decay, 5000, False, marks=pytest.mark.slow),
+        (summed, 30, False),
+    ],
 )
 def test_brief_fits(f, num_points, is_brief, monkeypatch):
     x = np.linspace(0.0, 2.0, num_points)
@@ -76,7 +80,7 @@ def with_a_loop(p, x):
     [
         (decay, 30, {}, True),
         (decay, 30, {"max_steps": 10**5}, False),
-        (decay, 10**4, {}, False),
+        pytest.param(decay, 10**4, {}, False, marks=pytest.mark.slow),
         (with_a_loop, 30, {}, False),
     ],
 )
@@ -96,6 +100,7 @@ def test_brief_runs(fn, num_examples, settings, is_brief, monkeypatch):
     np.testing.assert_allclose(solution.model[1], [2.0, 1.5], rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_run_whose_function_is_unknown_is_not_brief(monkeypatch):
     """A model with state has no program of one example."""
     monkeypatch.setattr(_full_batch, "_steps_briefly", None)

@@ -52,7 +52,7 @@ OTHERS = {
     [
         ("huber", "optimistix"),
         ("soft_l1", "a minimiser"),
-        ("cauchy", "best"),
+        pytest.param("cauchy", "best", marks=pytest.mark.slow),
         ("arctan", "gnlin"),
     ],
 )
@@ -198,6 +198,7 @@ def test_targets_of_a_group_without_data():
     np.testing.assert_allclose(found.value, 2.2, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_errors_in_x_match_odrpack():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

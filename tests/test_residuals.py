@@ -110,7 +110,7 @@ def dense():
     return np.asarray(jax.jit(jax.jacobian(flat))(FLAT))
 
 
-@pytest.mark.parametrize("budget", [20_000, 1])
+@pytest.mark.parametrize("budget", [pytest.param(20_000, marks=pytest.mark.slow), 1])
 def test_the_stacked_jacobian(budget):
     matrix = dense()
     rng = np.random.default_rng(0)
@@ -237,6 +237,7 @@ def test_other_losses_and_parameters_that_are_no_model():
     assert history["loss/classes"][-1] < history["loss/classes"][0]
 
 
+@pytest.mark.slow
 def test_zero_weights_and_traced_weights():
     def end(weight):
         groups = {
@@ -312,7 +313,10 @@ def test_points_drawn_for_each_step():
 
 @pytest.mark.parametrize(
     "points",
-    [lambda key: np.random.default_rng().uniform(size=(6, 2)), lambda key: EDGES],
+    [
+        lambda key: np.random.default_rng().uniform(size=(6, 2)),
+        pytest.param(lambda key: EDGES, marks=pytest.mark.slow),
+    ],
 )
 def test_points_that_are_the_same_in_each_step(points):
     groups = {"inside": gnlin.Residuals(boundary, points)}
@@ -472,7 +476,11 @@ def test_what_is_not_finite_is_named(run):
 
 
 @pytest.mark.parametrize(
-    "solver", [gnlin.LevenbergMarquardt(), gnlin.IterativeLinearisation(10, 1e-2)]
+    "solver",
+    [
+        pytest.param(gnlin.LevenbergMarquardt(), marks=pytest.mark.slow),
+        gnlin.IterativeLinearisation(10, 1e-2),
+    ],
 )
 def test_the_losses_of_groups_across_batches_add_up(solver):
     noisy = jnp.sin(40 * INSIDE[:, 0])
@@ -618,22 +626,27 @@ def test_dropout_in_a_group():
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("driver", [gnlin.solve, functools.partial(gnlin.fit, steps=2)])
-def test_what_a_run_returned_is_not_a_model(driver):
+def test_what_a_run_returned_is_not_a_model():
     x = jnp.linspace(0, 1, 5)
     group = gnlin.Residuals(lambda m, x: m["a"] * x - 1, x)
     start = {"a": jnp.array(1.0)}
-    solution = driver(start, group)
-    with pytest.raises(
-        ValueError, match=r"a Solution was given: pass `solution.model`\.$"
-    ):
-        driver(solution, group)
+    fit = functools.partial(gnlin.fit, steps=2)
+    solution = gnlin.solve(start, group)
     of_optimistix = optx.least_squares(group, gnlin.GaussNewton(), start)
-    with pytest.raises(ValueError, match=r"a Solution was given: pass its `.value`\.$"):
-        driver(of_optimistix, group)
     of_curve = gnlin.curve_fit(lambda p, x: p["a"] * x, x, x, start)
-    with pytest.raises(ValueError, match=r"CurveFit was given: pass `fit.parameters`\.$"):
-        driver(of_curve, group)
+    for driver in (gnlin.solve, fit):
+        with pytest.raises(
+            ValueError, match=r"a Solution was given: pass `solution.model`\.$"
+        ):
+            driver(solution, group)
+        with pytest.raises(
+            ValueError, match=r"a Solution was given: pass its `.value`\.$"
+        ):
+            driver(of_optimistix, group)
+        with pytest.raises(
+            ValueError, match=r"CurveFit was given: pass `fit.parameters`\.$"
+        ):
+            driver(of_curve, group)
 
 
 @pytest.mark.parametrize("driver", [gnlin.solve, functools.partial(gnlin.fit, steps=2)])

@@ -145,6 +145,7 @@ def test_a_start_off_the_space_is_moved_onto_it():
     assert jnp.linalg.norm(residuals(found.value, None)) < 1e-10
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_needs_no_function():
     pose, solver = jaxlie.SE3.identity().parameters(), gnlin.GaussNewton
     points = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)))
@@ -169,6 +170,7 @@ def test_a_prior_of_single_numbers_is_refused():
         gnlin.solve((fn, pose), data, solver, prior=1.0)
 
 
+@pytest.mark.slow
 def test_through_optimistix_and_for_some_arrays():
     """Rotations of a body have a retraction; the position and the scale are added to."""
     rng = np.random.default_rng(1)
@@ -225,6 +227,7 @@ def test_a_single_pose():
     np.testing.assert_allclose(matrix, expected, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_angles_are_rows_one_by_one():
     wrapped = lambda angle, step: jnp.mod(angle + step, 2 * jnp.pi)
     solver = gnlin.LevenbergMarquardt(retraction=wrapped)
@@ -421,9 +424,9 @@ def bent_valley(pose, turn):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"search": optx.BacktrackingArmijo()},
+        pytest.param({"search": optx.BacktrackingArmijo()}, marks=pytest.mark.slow),
         {"search": optx.BacktrackingArmijo(), "momentum": 0.3},
-        {"momentum": 0.3},
+        pytest.param({"momentum": 0.3}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_do_not_depend_on_the_frame(settings):
@@ -521,6 +524,7 @@ def test_a_retraction_that_moves_the_start_is_refused(name, dtype):
         gnlin.curve_fit(line, x, 2 * x, start[:1], solver=solver)
 
 
+@pytest.mark.slow
 def test_a_retraction_may_normalise_the_start():
     normalised = lambda p, s: (p + s * p[::-1]) / jnp.linalg.norm(p + s * p[::-1])
     solver = gnlin.LevenbergMarquardt(retraction=normalised)

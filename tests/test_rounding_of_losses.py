@@ -67,7 +67,11 @@ def solved(loss, dtype, targets):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("loss", "dtype", "power"),
-    [(Generalised(), float, 1), (Generalised(), np.float32, 1), (Brier(), float, 0.5)],
+    [
+        (Generalised(), float, 1),
+        pytest.param(Generalised(), np.float32, 1, marks=pytest.mark.slow),
+        pytest.param(Brier(), float, 0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_a_bounded_loss_of_classes_is_solved_to_rounding(loss, dtype, power):
     solution, outputs, labels = solved(loss, dtype, "labels")
@@ -116,10 +120,12 @@ def stopped(loss, start, edge, target=1.0, dtype=float):
 @pytest.mark.parametrize(
     ("loss", "start", "edge", "dtype"),
     [
-        pytest.param(Quartic(), 1e5, 2.0, float, id="bad start"),
+        pytest.param(Quartic(), 1e5, 2.0, float, id="bad start", marks=pytest.mark.slow),
         pytest.param(Quartic(), 2.0, 1e-2, float, id="small part of the first loss"),
         pytest.param(Quartic(), 2.0, 1e-1, np.float32, id="single precision"),
-        pytest.param(gnlin.losses.Cauchy(), 2.0, 1e-6, float, id="robust"),
+        pytest.param(
+            gnlin.losses.Cauchy(), 2.0, 1e-6, float, id="robust", marks=pytest.mark.slow
+        ),
         pytest.param(gnlin.SquaredError(), 2.0, 1e-9, float, id="squared error"),
     ],
 )
@@ -171,9 +177,22 @@ def planes(dtype):
     return misfit, pose.astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("unit", [1.0, 1e6])
-@pytest.mark.parametrize("kind", [gnlin.GaussNewton, gnlin.LevenbergMarquardt])
+AXES = (
+    [gnlin.GaussNewton, gnlin.LevenbergMarquardt],
+    [1.0, 1e6],
+    [np.float32, np.float64],
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "dtype"),
+    [
+        # Half of the cases, in which each pair of values occurs
+        pytest.param(*case, marks=() if sum(odd) % 2 else pytest.mark.slow)
+        for odd in np.ndindex(2, 2, 2)
+        for case in [[axis[i] for axis, i in zip(AXES, odd, strict=True)]]
+    ],
+)
 def test_runs_that_start_at_an_exact_solution_converge(kind, unit, dtype):
     misfit, pose = planes(dtype)
     in_units = lambda y, args: misfit(y * jnp.asarray(unit, dtype), args)

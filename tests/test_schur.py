@@ -118,14 +118,15 @@ ALL = tuple(GROUPS)
     ("sizes", "names", "dtype", "with_rest", "window"),
     [
         ((4, 7, 23), ALL, jnp.float64, True, 3),
-        ((6, 30, 9), ("sights",), jnp.float32, True, 2**12),  # wide: most are not seen
-        (
-            (2, 1, 1),
-            ("pairs", "sights"),
-            jnp.float64,
-            False,
-            2**12,
-        ),  # one point
+        # wide: most are not seen
+        pytest.param(
+            *((6, 30, 9), ("sights",), jnp.float32, True, 2**12), marks=pytest.mark.slow
+        ),
+        # one point
+        pytest.param(
+            *((2, 1, 1), ("pairs", "sights"), jnp.float64, False, 2**12),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_steps_are_those_of_the_dense_system(
@@ -176,6 +177,7 @@ def groups(data, **options):
     }
 
 
+@pytest.mark.slow
 def test_a_small_damping_in_single_precision():
     """A parameter of each row hardly matters: its curvature is 1e-5 of the other's."""
     rng = np.random.default_rng(0)
@@ -386,6 +388,7 @@ def test_nonfinite_values_propagate():
     assert np.all(np.isnan(step(model, data)["camera"]))
 
 
+@pytest.mark.slow
 def test_groups_that_store_an_array_in_different_rows():
     """One group reads whole rows of the points, the other an entry of each."""
     model = {"camera": jnp.arange(1.0, 3.0)[:, None], "point": jnp.eye(6, 3) + 1}

@@ -30,7 +30,10 @@ def dimension(s, damping):
     return np.sum(s**2 / (s**2 + damping))
 
 
-@pytest.mark.parametrize(("m", "p"), [(72, 123), (123, 72), (200, 400)])
+@pytest.mark.parametrize(
+    ("m", "p"),
+    [(72, 123), (123, 72), pytest.param(200, 400, marks=pytest.mark.slow)],
+)
 def test_single_precision_resolves_small_eigenvalues(m, p):
     s = np.logspace(0, -3, min(m, p))
     spectrum = lin_of(singular(m, p, s)).spectrum()
@@ -103,6 +106,7 @@ def test_figures_that_eigh_resolves_are_not_doubted(rank):
         spectrum.steps_to_half(0.5)
 
 
+@pytest.mark.slow
 def test_figures_of_traced_and_infinite_spectra_have_no_warning():
     matrix = singular(72, 123, np.logspace(0, -3, 72))
 

@@ -137,6 +137,7 @@ def test_lapack_where_there_is_one_matrix_or_few_or_they_are_large():
     assert not calls_lapack(jax.vmap(svd), (100, 3, 9))
 
 
+@pytest.mark.slow
 def test_mapped_twice_along_any_axes_and_in_a_loop():
     matrices = np.random.default_rng(2).normal(size=(3, 11, 12, 3))
     expected = np.linalg.svd(matrices, compute_uv=False)

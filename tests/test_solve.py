@@ -14,9 +14,11 @@ import optax
 import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
-from problems import interrupt_at_second_call, num_compiled, numbers
+from problems import each_once, interrupt_at_second_call, num_compiled, numbers
 
 import gnlin
+from gnlin._training._ending import explains_little
+from gnlin._training._step import StepSettings
 
 
 X = jnp.linspace(-1.0, 1.0, 8)[:, None]
@@ -204,6 +206,7 @@ def test_scalar_inputs_outputs_and_parameters():
     np.testing.assert_allclose(solution.model.slope, 4.0, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_example():
     solution = gnlin.solve(network(), (X[:1], T[:1]), gnlin.LevenbergMarquardt())
     assert solution.result == optx.RESULTS.successful
@@ -219,6 +222,7 @@ DROPPED = fit_problems.Dropped(jax.random.key(2))
 NORMALISED, STATE = eqx.nn.make_with_state(fit_problems.Normalised)(jax.random.key(2))
 
 
+@pytest.mark.slow
 def test_it_is_fit_on_one_batch_of_all_examples():
     """Models with a state are compared in the tests of `gnlin.fit`."""
     options = {"key": jax.random.key(5)}
@@ -352,6 +356,7 @@ def test_the_table_of_a_run(tmp_path):
     assert pickle.loads(pickle.dumps(history)).columns == history.columns
 
 
+@pytest.mark.slow
 def test_the_table_of_several_runs():
     solver, both = SOLVERS["damped"], np.stack([T, 2 * T])
     run = lambda t: gnlin.solve(network(), (X, t), solver, max_steps=3).history
@@ -574,8 +579,12 @@ def root(m, x):
     return jnp.where(x > 0, jnp.sqrt(m["a"] * x), 0.0) - x
 
 
-@pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt(), gnlin.GaussNewton()])
-@pytest.mark.parametrize("driver", ["solve", "fit", "drawn"])
+@pytest.mark.parametrize(
+    ("driver", "solver"),
+    each_once(
+        ["solve", "fit", "drawn"], [gnlin.LevenbergMarquardt(), gnlin.GaussNewton()]
+    ),
+)
 def test_a_derivative_that_is_not_finite_is_told_from_the_loss(solver, driver):
     start, x = {"a": jnp.array(2.0), "b": jnp.array(1.0)}, jnp.linspace(0, 1, 5)
     drawn = lambda key: jax.random.randint(key, (6,), 0, 2).astype(float)
@@ -665,11 +674,17 @@ def test_batches_are_judged_after_ten_epochs():
 
 def test_where_a_constant_is_no_measure():
     """Without a warning."""
+
+    def judged(loss, prior=None, targets=WAVES):
+        setting = StepSettings(BRIEF, loss, None, None, prior=prior)
+        return explains_little("solve", setting, (X, targets, None), 1e3, "wait")
+
+    squares = gnlin.SquaredError("sum")
+    assert judged(squares).startswith("The model of `gnlin.solve` explains less than")
+    assert not judged(squares, targets=np.full((8, 2), 0.1))
+    assert not judged(squares, prior=1.0)
+    assert not judged(gnlin.losses.LogCosh(reduction="sum"))
     solve = functools.partial(gnlin.solve, solver=BRIEF)
-    # A small loss is left, which is more than that of the constant itself.
-    gnlin.solve(MEAN, (X, np.full((8, 2), 0.1)), gnlin.DampedGaussNewton(0.1))
-    solve(MEAN, (X, WAVES), prior=1.0)
-    solve(MEAN, (X, WAVES), loss=gnlin.losses.LogCosh())
     solve(MEAN, (X, WAVES), max_steps=1)
     jax.jit(lambda t: solve(MEAN, (X, t)).loss)(WAVES)
     group = gnlin.Residuals(*MEAN[:1], X, targets=WAVES)
@@ -816,6 +831,7 @@ def test_error_messages(changes, words):
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_more_steps_than_one_table_of_the_history_holds():
     """The rows are allocated as needed, but inside another program all at once."""
     model = (lambda theta, x: theta * x), jnp.array(1.0)
@@ -890,9 +906,8 @@ def test_a_run_in_several_parts_is_one_run(monkeypatch):
     np.testing.assert_array_equal(numbers(parts.model), numbers(whole.model))
 
 
-@pytest.mark.parametrize(
-    ("size", "history"), [(1, True), pytest.param(700, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "history"), [(1, True), (700, False)])
 def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     x = jnp.linspace(-1.0, 1.0, size)[:, None]
     model, data = network(width=64 if size > 1 else 4), (x, jnp.sin(3 * x))

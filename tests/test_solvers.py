@@ -392,7 +392,15 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize(("build", "values"), GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize(
+    ("build", "values"),
+    [
+        pytest.param(
+            *case, id=name, marks=pytest.mark.slow if name == "first damping" else ()
+        )
+        for name, case in GRIDS.items()
+    ],
+)
 def test_vmap_over_a_grid_and_starts_is_one_program(build, values):
     y, args = as_jax(sines_data((7, 3), seed=5))
     values, starts = jnp.asarray(values), jnp.stack([y, 0.5 * y, -y])

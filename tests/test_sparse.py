@@ -45,7 +45,7 @@ def as_tree(y, example):
 
 @pytest.mark.parametrize(
     ("outputs", "dtype"),
-    [("number", jnp.float64), ("tree", jnp.float32)],
+    [pytest.param("number", jnp.float64, marks=pytest.mark.slow), ("tree", jnp.float32)],
 )
 def test_the_jacobian_is_the_dense_one(outputs, dtype):
     """The residuals read poses, one pair of them twice, and a scale that all share."""
@@ -253,6 +253,7 @@ def test_select_must_be_a_function():
         gnlin.Residuals(misfit, EDGES, select=ENDS)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_passes_are_counted_once_also_with_scales():
     found = []
     for scaling in ("identity", "root"):

@@ -157,6 +157,7 @@ def test_levenberg_marquardt_between_bounds_ends_where_the_other_does():
     np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-8, atol=1e-18)
 
 
+@pytest.mark.slow
 def test_many_bounds_on_a_sparse_problem_need_no_dense_matrix():
     """Each of 301 parameters has a minimum of its own, most of them beyond the bounds."""
     wanted = jnp.linspace(-2.0, 2.0, 301)
@@ -201,6 +202,7 @@ def test_auto_chooses_by_the_coupling():
     assert prices[0] < prices[1] < prices[2]
 
 
+@pytest.mark.slow
 def test_many_starts_at_once():
     start, groups = chain(12, [(0, 6)])
     solver = gnlin.DampedGaussNewton(1e-3, method="sparse", search=None)
@@ -211,6 +213,7 @@ def test_many_starts_at_once():
     assert np.any(both[0] != both[1])
 
 
+@pytest.mark.slow
 def test_jax_configuration_is_unchanged():
     """Import the package for the first time, in a separate process."""
     program = """

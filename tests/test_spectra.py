@@ -107,6 +107,7 @@ def test_leading_eigenpairs_are_the_dense_ones(name, dtype):
     np.testing.assert_allclose(smaller.T @ smaller, np.eye(k), rtol=0, atol=100 * eps)
 
 
+@pytest.mark.slow
 def test_every_copy_of_an_eigenvalue_is_found():
     """A copy that a random vector reveals between two checks also counts as new."""
 
@@ -194,6 +195,7 @@ def test_nonfinite_kernels_do_not_converge():
     assert num_products < 20
 
 
+@pytest.mark.slow
 def test_leading_eigenpairs_of_a_batch():
     jacobians = np.stack([of_spectrum(c * DECAYING, 80, 100) for c in (1.0, 2.0)])
 
@@ -338,7 +340,9 @@ SQUARES = {
     ("estimate", "square", "dtype"),
     [
         ("trace", "more outputs", jnp.float32),
-        ("log-determinant", "more parameters", jnp.float32),
+        pytest.param(
+            "log-determinant", "more parameters", jnp.float32, marks=pytest.mark.slow
+        ),
         ("effective dimension", "low rank", jnp.float64),
     ],
 )

@@ -157,7 +157,14 @@ def traced(model, data, solver, loss):
     return solution.model
 
 
-@pytest.mark.parametrize("name", problems)
+# Their losses and solvers are alike to those of others.
+SLOW = "probabilities", "sigmoid", "Huber", "pseudo-Huber", "log-cosh", "Cauchy"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in problems],
+)
 def test_losses(name):
     # Models in single precision; data, hyperparameters and weights in double.
     loss, targets, solver = problems[name]
@@ -170,18 +177,30 @@ def test_losses(name):
 @pytest.mark.parametrize(
     "solver",
     [
-        gnlin.LevenbergMarquardt(),
-        gnlin.DampedGaussNewton(jnp.array(0.1), method="kernel"),
-        gnlin.TruncatedGaussNewton(
-            jnp.array(0.1),
-            jnp.array(0.1, jnp.float32),
-            search=optx.BacktrackingArmijo(),
-            method="matrix-free",
+        pytest.param(gnlin.LevenbergMarquardt(), id="Levenberg-Marquardt"),
+        pytest.param(
+            gnlin.DampedGaussNewton(jnp.array(0.1), method="kernel"), id="kernel"
         ),
-        gnlin.IterativeLinearisation(jnp.array(10), jnp.array(1e-2), jnp.array(0.9)),
-        gnlin.DampedGaussNewton(0.1, form="prox-linear"),
+        pytest.param(
+            gnlin.TruncatedGaussNewton(
+                jnp.array(0.1),
+                jnp.array(0.1, jnp.float32),
+                search=optx.BacktrackingArmijo(),
+                method="matrix-free",
+            ),
+            id="truncated",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            gnlin.IterativeLinearisation(jnp.array(10), jnp.array(1e-2), jnp.array(0.9)),
+            id="iterative",
+        ),
+        pytest.param(
+            gnlin.DampedGaussNewton(0.1, form="prox-linear"),
+            id="prox-linear",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["Levenberg-Marquardt", "kernel", "truncated", "iterative", "prox-linear"],
 )
 def test_parameters_of_both_precisions(solver):
     loss = gnlin.losses.PoissonNLL()

@@ -94,8 +94,8 @@ def views(j1, j2):
         ("dense", "all"),
         ("dense", 0),
         ("convolutional", "diagonal"),
-        ("one scalar", "trace"),
-        ("of one parameter", "all"),
+        pytest.param("one scalar", "trace", marks=pytest.mark.slow),
+        pytest.param("of one parameter", "all", marks=pytest.mark.slow),
     ],
 )
 def test_between_two_sets(name, outputs):
@@ -110,6 +110,7 @@ def test_between_two_sets(name, outputs):
     np.testing.assert_allclose(kernel(x2[:1]), views(j2[:1], j2[:1])[outputs], **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outputs", "budget"),
     [("all", 4_000), pytest.param("trace", 8_000, marks=pytest.mark.slow)],
@@ -210,9 +211,8 @@ def test_kernel_of_a_linearisation():
         gnlin.TangentKernel(coupled)
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_inside_a_program_and_in_either_precision(dtype):
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 5).astype(dtype)
