@@ -56,7 +56,7 @@ class Cost(NamedTuple):
     in_parts: bool = False
     reads: tuple[Reads, ...] = ()
 
-    def holds(self, num_numbers: float) -> bool:
+    def holds(self, num_numbers: int | float) -> bool:
         """Whether so many numbers fit in the memory budget."""
         return num_numbers * self.itemsize <= self.memory_budget
 
