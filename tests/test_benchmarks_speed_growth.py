@@ -169,6 +169,6 @@ def test_two_devices_communicate():
 
 
 @pytest.mark.slow
-def test_compiling_takes_longer_than_running(task):
+def test_the_time_to_compile_is_reported(task):
     rows = start.compiling(task.name, [start._by_hand(task)], 1)
     assert rows[0].seconds > 0
