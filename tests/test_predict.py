@@ -997,6 +997,26 @@ def test_what_eigenvalues_do_not_resolve_is_told(monkeypatch, way):
         assert told[0].filename == __file__
 
 
+def test_singular_values_that_single_precision_does_not_resolve_are_told():
+    x = jax.random.uniform(jax.random.key(1), (120, 1), jnp.float32, -1, 1)
+    noise = jax.random.normal(jax.random.key(2), (120, 1), jnp.float32)
+    data = x, jnp.sin(3 * x) + 0.3 * noise
+    model = eqx.nn.MLP(1, 1, 100, 1, jnp.tanh, dtype=jnp.float32, key=jax.random.key(0))
+    predict = gnlin.predict.gradient_flow(model, data)
+    exact = flow_losses(model, data, [1e3])[0]
+    np.testing.assert_allclose(predict.loss(1e3), exact, rtol=0.01)  # no warning
+    with pytest.warns(UserWarning, match="Unless these eigenvalues are zero"):
+        predict.loss()
+
+
+def test_predictions_within_a_program():
+    model, (x, y) = wide_network(20)
+    predict = gnlin.predict.gradient_flow(model, (x, y))
+    for times in ([1.0, 5.0], math.inf):
+        inside = jax.jit(lambda x, times=times: predict(x, times))(x)
+        np.testing.assert_allclose(inside, predict(x, times), rtol=1e-4, atol=1e-6)
+
+
 def test_eigenvalues_that_are_zero_are_no_reason_to_warn(monkeypatch):
     monkeypatch.setattr(_eigenbasis, "_singular_values_pay", lambda cost: False)
     model, (x, y) = wide_network(10)

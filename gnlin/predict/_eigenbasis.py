@@ -29,7 +29,7 @@ _WORTH, _SECONDS = {64: 3.0, 32: 10.0}, 3.0
 # measured in double precision as 2.7 s for 66,561 x 400 numbers and 1.8 s for 1,200 x
 # 4,673 (jax 0.10.1, one core of a CPU).
 _ORTHOGONALISED = 6e-11
-_NUM_PROBES = 8  # random sums of eigenvectors, to see whether their eigenvalues are zero
+_NUM_PROBES = 8  # random sums of eigenvectors, to see whether eigenvalues are zero
 # Singular values below this multiple of eps times the largest count as zero. For 14 to
 # 200 repeated examples, the multiple that LAPACK returned was at most 0.8.
 _ZERO = 2.0
@@ -124,28 +124,32 @@ class Eigenbasis(eqx.Module):
         return self._by_formula(_change, changes, other, filter)
 
     def is_sure(self, filter: Filter) -> Bool[Array, ""]:
-        """Whether a filter reaches no eigenvalues that rounding hides. The rounding of
-        eigenvalues grows with the root of their number."""
-        resolved = _Resolved(filter, self.rounding, self.cutoff)
-        return resolved.is_harmless(self.eigenvalues.size**0.5)
+        """Whether a filter reaches no eigenvalues that rounding hides."""
+        margin = self.eigenvalues.size**0.5  # the rounding of many eigenvalues grows so
+        return _Resolved(filter, self.rounding, self.cutoff).is_harmless(margin)
 
     def hidden(self) -> Scalar:
         """Return the part of the squared residual along eigenvectors whose eigenvalues
-        rounding hides; zero if these are zero."""
-        w, unravel = self.eigenvalues, self.jacobian.domain.unravel
-        hidden = w <= self.cutoff
-        part = jnp.sum(jnp.where(hidden, self.squares, 0))
-        part = _tree.quotient(part, self.outside + jnp.sum(self.squares), part > 0)
+        rounding hides; zero if products with the Jacobian show that these are zero."""
+        w, jacobian, hidden = (
+            self.eigenvalues,
+            self.jacobian,
+            self.eigenvalues <= self.cutoff,
+        )
+        part, whole = jnp.where(hidden, self.squares, 0), jnp.sum(self.squares)
+        part = _tree.quotient(jnp.sum(part), self.outside + whole, jnp.any(part > 0))
         probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
 
         def size(probe: Float[Array, " k"]) -> Scalar:
             vector = matmul(self.vectors, jnp.where(hidden, probe, 0))
             if self.on_outputs:
-                return _tree.norm(self.jacobian.pull_back(vector))
-            return _tree.norm(self.jacobian.push_forward(unravel(vector)))
+                return _tree.norm(jacobian.pull_back(vector))
+            return _tree.norm(jacobian.push_forward(jacobian.domain.unravel(vector)))
 
         typical = _tree.norm(jax.lax.map(size, probes)) / _NUM_PROBES**0.5
         are_zero = typical <= least_size(w) * jnp.sqrt(jnp.max(w))
+        if jnp.finfo(w.dtype).bits < 64:  # What singular values hide may be more there.
+            are_zero &= self.rounding > _tree.eps(w) ** 1.5 * jnp.max(w)
         return jnp.where(are_zero, 0, part)
 
     @property

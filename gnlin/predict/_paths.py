@@ -188,17 +188,18 @@ class AbstractPath(eqx.Module):
         amounts, basis = _amounts(name, given), self._way
         if not isinstance(basis, Eigenbasis) or is_traced((basis, self._filter)):
             return amounts
-        if basis.is_sure(self._filter_of(float(np.max(amounts)))):
-            return amounts
-        part, cutoff = float(_hidden(basis)), float(basis.cutoff)
+        with jax.ensure_compile_time_eval():  # also where only the inputs are traced
+            if basis.is_sure(self._filter_of(float(np.max(amounts)))):
+                return amounts
+            part, cutoff = float(_hidden(basis)), float(basis.cutoff)
         if part > _DOUBTFUL:
             is_single = jnp.finfo(basis.eigenvalues.dtype).bits < 64
             precision = "use double precision, or " if is_single else ""
             warnings.warn(
                 f"Rounding hides the kernel's eigenvalues below {cutoff:.2g}. {part:.0%} "
-                "of the squared residual lies along their eigenvectors, and is trained "
-                f"wrongly or not at all: {precision}pass smaller `{name}` or a larger "
-                "`damping`.",
+                "of the squared residual lies along their eigenvectors. Unless these "
+                "eigenvalues are zero, as for repeated examples, it is trained wrongly "
+                f"or not at all: {precision}pass smaller `{name}` or a larger `damping`.",
                 stacklevel=stacklevel,
             )
         return amounts
