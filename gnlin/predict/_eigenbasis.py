@@ -131,11 +131,8 @@ class Eigenbasis(eqx.Module):
     def hidden(self) -> Scalar:
         """Return the part of the squared residual along eigenvectors whose eigenvalues
         rounding hides; zero if products with the Jacobian show that these are zero."""
-        w, jacobian, hidden = (
-            self.eigenvalues,
-            self.jacobian,
-            self.eigenvalues <= self.cutoff,
-        )
+        w, jacobian = self.eigenvalues, self.jacobian
+        hidden = w <= self.cutoff
         part, whole = jnp.where(hidden, self.squares, 0), jnp.sum(self.squares)
         part = _tree.quotient(jnp.sum(part), self.outside + whole, jnp.any(part > 0))
         probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
@@ -220,8 +217,7 @@ class Eigenbasis(eqx.Module):
     def inverse_norm(self, vector: PyTree[Array], damping: Scalar) -> Scalar:
         r"""Return $\lambda\,g^\top(\phi^\top\phi + \lambda I)^{-1} g$ for a `vector` $g$
         like the parameters."""
-        flat, _ = ravel_pytree(vector)
-        w = self.eigenvalues
+        flat, w = ravel_pytree(vector)[0], self.eigenvalues
         if self.on_outputs:
             pushed = matmul(self.vectors.T, self.jacobian.push_forward(vector))
             along = _tree.quotient(pushed**2, w, w > self.cutoff)
@@ -326,9 +322,8 @@ def _by_singular_values(problem: Quadratic) -> Eigenbasis:
 
 
 def _by_kernel(problem: Quadratic) -> Eigenbasis:
-    jacobian = problem.jacobian
+    jacobian, residual = problem.jacobian, problem.flat_residual()
     w, u = _lapack.eigh(jacobian.gram())
-    residual = problem.flat_residual()
     along = matmul(u.T, residual).astype(w.dtype)
     return Eigenbasis(
         eigenvalues=jnp.maximum(w, 0),
