@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gnlin
+from gnlin._linearisation._decompositions import default_method
 
 
 EPS = float(np.finfo(np.float32).eps)
@@ -57,8 +58,11 @@ def test_the_default_depends_on_precision_size_and_memory():
     matrix = singular(72, 123, np.array([1, 1e-4]))
     assert is_svd(lin_of(matrix))
     assert not is_svd(lin_of(matrix, memory_budget=30_000))
-    wide = singular(320, 120_000, np.array([1, 1e-4]))  # 1.2e10 multiplications
-    assert not is_svd(lin_of(wide))
+    few, many = (jnp.zeros((m, 2), jnp.float32) for m in (320, 120_000))
+    wide = gnlin.linearise(
+        lambda y, a: a @ (y @ many), jnp.zeros(120_000, np.float32), few
+    )
+    assert default_method(wide.jacobian) == "eigh"  # 1.2e10 multiplications
     double = np.asarray(matrix, np.float64) + 0.0
     u, _, vt = np.linalg.svd(double, full_matrices=False)
     double = jnp.asarray((u[:, :2] * [1, 1e-9]) @ vt[:2])

@@ -1014,5 +1014,5 @@ def test_verbose_as_optimistix_calls_it():
 
 @pytest.mark.usefixtures("unchecked")
 def test_verbose_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match="`verbose` must be `True` or `False`"):
+    with pytest.raises(ValueError, match="`verbose` must be `True`, `False` or a func"):
         gnlin.LevenbergMarquardt(verbose=1)
