@@ -103,7 +103,8 @@ def curve_fit(
     - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, with a dictionary
         inside where `start` has one, or a pair `(lower, upper)` of numbers or of pytrees
         like `start`. `None` or an infinite number means no bound. Both may also be
-        entries in a list of bounds for an array.
+        entries in a list of bounds for an array. An array of bounds for a list with as
+        many leaves holds a number for each leaf.
     - `fixed`: the names of parameters that stay at their start, if it is a dictionary;
         `"peak.width"` is the entry `"width"` of the dictionary `"peak"` inside. Equal
         bounds fix a single entry of an array.

@@ -104,8 +104,8 @@ def limits(bounds: Any, start: PyTree) -> Any:
             "`bounds` must be a dictionary `{name: (lower, upper)}`, or a pair "
             f"`(lower, upper)`, but {bounds!r} was given{pair_of_scipy(bounds)}."
         )
-    lower, upper = bounds
-    bounds = like(start, lower, -np.inf), like(start, upper, np.inf)
+    ends = zip(bounds, (-np.inf, np.inf), strict=True)
+    bounds = tuple(like(start, bound, none, by_leaf=True) for bound, none in ends)
     return jax.tree.map(lambda b: as_floats(b, "bounds"), bounds)
 
 

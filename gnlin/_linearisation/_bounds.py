@@ -131,19 +131,65 @@ class Box(eqx.Module):
         return ys, reached
 
 
-def like(y: PyTree[Array], bound: Any, none: float) -> Any:
-    """Convert a list of bounds to an array if the parameters are an array, with `none` in
-    the place of `None`, and vice versa. A list of bounds of an array has its length."""
+def like(y: PyTree[Array], bound: Any, none: float, *, by_leaf: bool = False) -> Any:
+    """Return a bound in the form of the parameters.
+
+    - Where the parameters are an array, a list of numbers and `None`, or of such lists,
+      becomes an array of their shape, with `none` in the place of `None`.
+    - Where the parameters are a list or a tuple, a list or an array that holds a number
+      for each leaf takes its structure.
+    - Other bounds are returned unchanged.
+
+    `by_leaf` decides on an array with a number for each leaf that has the shape of each
+    leaf, too: whether these are bounds of leaves, or the array is the bound of each leaf.
+    """
     if isinstance(y, Mapping) and isinstance(bound, Mapping):
-        each = {k: like(y[k], b, none) for k, b in bound.items() if k in y}
+        names = bound.keys() & y.keys()
+        each = {k: like(y[k], bound[k], none, by_leaf=by_leaf) for k in names}
         return {**bound, **each}
-    if isinstance(bound, list | tuple) and eqx.is_array(y):
-        number = lambda b: none if b is None else b
-        return np.asarray(jax.tree.map(number, bound, is_leaf=lambda b: b is None))
-    structure = jax.tree.structure(y)
-    if isinstance(y, list | tuple) and np.shape(bound) == (structure.num_leaves,):
-        return structure.unflatten(list(bound))
-    return bound
+    is_list = isinstance(bound, list | tuple)
+    if is_list and isinstance(y, Array | np.ndarray):
+        try:
+            return _stacked(bound, y.shape, none)
+        except ValueError:  # `_spread` says which shapes the bounds must have.
+            return bound
+    if not isinstance(y, list | tuple):
+        return bound
+    if is_list and len(bound) == len(y):
+        entries = jax.tree.structure(y, is_leaf=lambda entry: entry is not y)
+        pairs = zip(y, bound, strict=True)
+        return entries.unflatten([like(*pair, none, by_leaf=by_leaf) for pair in pairs])
+    leaves, structure = jax.tree.flatten(y)
+    row = (len(leaves),)
+    is_prefix = not (is_list or by_leaf) and all(jnp.shape(x) == row for x in leaves)
+    if _shape(bound) != row or is_prefix:
+        return bound
+    return structure.unflatten(list(bound))
+
+
+def _shape(bound: Any) -> tuple[int, ...] | None:
+    """Return the shape of a number, of an array or of a list of numbers and `None`, else
+    `None`."""
+    if not isinstance(bound, list | tuple):
+        return np.shape(bound) if eqx.is_array_like(bound) else None
+    are_numbers = all(b is None or _shape(b) == () for b in bound)
+    return (len(bound),) if are_numbers else None
+
+
+def _stacked(bound: Any, shape: tuple[int, ...], none: float) -> Any:
+    """Return a list of bounds, whose rows may be lists and arrays, as an array."""
+    if not isinstance(bound, list | tuple):
+        bound = none if bound is None else bound
+        if np.shape(bound) not in ((), shape):
+            raise ValueError("The rows have different shapes.")
+        is_jax = isinstance(bound, Array)
+        return (jnp if is_jax else np).broadcast_to(bound, shape)
+    if shape[:1] != (len(bound),):
+        raise ValueError("The array has another length.")
+    rows = [_stacked(row, shape[1:], none) for row in bound]
+    # NumPy keeps known bounds known within a trace, but cannot read traced ones.
+    is_jax = any(isinstance(row, Array) for row in rows)
+    return (jnp if is_jax else np).stack(rows)
 
 
 def pair_of_scipy(bounds: Any) -> str:
