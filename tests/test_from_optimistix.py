@@ -150,3 +150,48 @@ def test_rounded_residuals_end_at_the_start_elsewhere():
     assert theirs.result == optx.RESULTS.successful
     with pytest.raises(ValueError, match="compute with floats"):
         found(gnlin.LevenbergMarquardt(), whole)
+
+
+WHOLE = np.array([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        lambda p, n: n.astype(float),
+        lambda p, n: jnp.asarray(WHOLE),
+        lambda p, n: (n > 1).astype(float),
+        lambda p, n: jnp.zeros((), int).astype(float),
+        lambda p, n: jax.jit(lambda p, n: (p, n + 1))(p, n)[1].astype(float),
+        lambda p, n: (jax.debug.callback(lambda p: None, p), n)[1].astype(float),
+    ],
+    ids=["data", "closure", "mask", "zero", "jit", "callback"],
+)
+def test_constant_whole_numbers_beside_residuals(constant):
+    """They add to the loss and move nothing: compared with the closed formula."""
+    fn = lambda p, n: {"a": p - 3, "m": constant(p, n)}
+    start, n = jnp.array([1.0, 0.5]), jnp.asarray(WHOLE)
+    found = optx.least_squares(fn, gnlin.LevenbergMarquardt(), start, n)
+    np.testing.assert_allclose(found.value, 3, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        lambda p: jnp.round(p).astype(int),
+        lambda p: (p > 2).astype(float),
+        lambda p: jax.jit(lambda p: jnp.round(p).astype(int))(p).astype(float),
+        lambda p: jax.pure_callback(
+            lambda p: np.asarray(p).round().astype(np.int32),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+            jax.lax.stop_gradient(p),
+        ),
+    ],
+    ids=["round", "mask", "jit", "callback"],
+)
+def test_whole_numbers_of_the_parameters_are_refused(whole):
+    fn = lambda p, n: (p - 3, n.astype(float), whole(p))
+    with pytest.raises(ValueError, match="compute with floats"):
+        optx.least_squares(
+            fn, gnlin.LevenbergMarquardt(), jnp.array([1.0, 0.5]), jnp.asarray(WHOLE)
+        )

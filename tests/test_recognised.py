@@ -442,34 +442,43 @@ def test_arguments_that_depend_on_the_parameters():
 
 
 @pytest.mark.parametrize("solver", ["gnlin", "optimistix", "a minimiser"])
-@pytest.mark.parametrize("names", [("data",), ("data", "penalty")])
-def test_groups_have_no_auxiliary_data(solver, names):
-    """A function around them may have: compared with the sum of the minimum."""
-    groups = {name: gnlin.Residuals(lambda p, _: p**2 - 2) for name in names}
-    functions = [gnlin.Groups(groups), *groups.values()]
-    start = jnp.ones(2)
-    for function in functions:
-        with pytest.raises(ValueError, match=r"return no auxiliary data.*leave it out"):
-            optx.least_squares(function, OTHERS[solver], start, has_aux=True)
+def test_a_function_around_groups_may_have_auxiliary_data(solver):
+    groups = gnlin.Groups({"data": gnlin.Residuals(lambda p, _: p**2 - 2)})
 
     def with_sum(p, args):
-        return functions[0](p, args), jnp.sum(p)
+        return groups(p, args), jnp.sum(p)
 
-    found = optx.least_squares(with_sum, OTHERS[solver], start, has_aux=True)
+    found = optx.least_squares(with_sum, OTHERS[solver], jnp.ones(2), has_aux=True)
     np.testing.assert_allclose(found.value, 2**0.5, rtol=1e-6)
     np.testing.assert_allclose(found.aux, 2 * 2**0.5, rtol=1e-6)
 
 
-def test_the_residuals_of_groups_are_a_dictionary():
-    groups = {
-        "b": gnlin.Residuals(lambda p, _: p),
-        "a": gnlin.Residuals(lambda p, _: 2 * p),
+def test_the_residuals_of_groups_are_a_plain_dictionary():
+    groups = gnlin.Groups(
+        {
+            "b": gnlin.Residuals(lambda p, _: p - 3),
+            "a": gnlin.Residuals(lambda p, _: 2 * p - 5),
+        }
+    )
+    by_name = groups(jnp.ones(2))
+    assert type(by_name) is dict
+    assert sorted(by_name) == ["a", "b"]
+    assert {k: float(v.sum()) for k, v in by_name.items()} == {"a": -6, "b": -4}
+    weights = {"a": 1.0, "b": 2.0}
+    functions = {
+        "map": lambda p, _: jax.tree.map(jnp.multiply, groups(p), weights),
+        "iterate": lambda p, _: [weights[k] * groups(p)[k] for k in sorted(groups(p))],
+        "cond": lambda p, _: jax.lax.cond(
+            p[0] > -9,
+            lambda p: {k: weights[k] * r for k, r in groups(p).items()},
+            lambda p: {"a": p[None], "b": p[None]},
+            p,
+        ),
     }
-    by_name = gnlin.Groups(groups)(jnp.ones(2))
-    assert set(by_name.keys()) == {"a", "b"}
-    assert len(by_name) == 2
-    assert {k: float(v.sum()) for k, v in by_name.items()} == {"a": 4, "b": 2}
-    assert [float(v.sum()) for v in jax.tree.leaves(by_name)] == [4, 2]
+    expected = np.linalg.lstsq(np.array([[2.0], [2.0]]), np.array([5.0, 6.0]))[0]
+    for fn in functions.values():
+        found = optx.least_squares(fn, gnlin.LevenbergMarquardt(), jnp.ones(2))
+        np.testing.assert_allclose(found.value, np.repeat(expected, 2), rtol=1e-8)
 
 
 @pytest.mark.parametrize("factor", [1, 2])

@@ -6,7 +6,7 @@ groups and its losses from the equation; other solvers evaluate it as plain resi
 """
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array, PyTree
 
 from ._linearisation import check_outputs
@@ -43,47 +43,7 @@ class AbstractRecognised(eqx.Module):
         others, structure_of_rest = jax.tree.flatten(rest)
         call = _Call(structure, structure_of_rest, static)
         out = _residuals.bind(*leaves, *others, call=call)
-        shapes = jax.tree.structure(call.shapes(*leaves, *others))
-        return _ByGroup(jax.tree.unflatten(shapes, out))
-
-
-class _ByGroup(dict[str, Any]):
-    """Residuals by group. With `has_aux=True` optimistix would take them apart as a pair,
-    and with two groups would get their names."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise ValueError(
-            "Groups of residuals return no auxiliary data, which `has_aux=True` needs: "
-            "leave it out, or pass `lambda y, args: (groups(y, args), aux)` in place of "
-            "the groups (and go through their residuals by `.items()`)."
-        )
-
-
-def as_dictionary(residuals: PyTree) -> PyTree:
-    """Return the residuals of groups in a plain dictionary, as the outputs of groups that
-    are recognised are."""
-    return {**residuals} if isinstance(residuals, _ByGroup) else residuals
-
-
-def unwrapped(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
-    """Return optimistix's function, which returns residuals and auxiliary data, with the
-    residuals of groups in a plain dictionary."""
-
-    def plain(y: PyTree[Array], args: Any) -> tuple[PyTree[Array], Any]:
-        residuals, aux = fn(y, args)
-        return as_dictionary(residuals), aux
-
-    return plain
-
-
-jax.tree_util.register_pytree_with_keys(
-    _ByGroup,
-    lambda by_group: (
-        [(jax.tree_util.DictKey(k), by_group[k]) for k in sorted(by_group.keys())],
-        tuple(sorted(by_group.keys())),
-    ),
-    lambda names, residuals: _ByGroup(zip(names, residuals, strict=True)),
-)
+        return jax.tree.unflatten(jax.tree.structure(call.shapes(*leaves, *others)), out)
 
 
 class _Call:
@@ -171,8 +131,7 @@ def recognised(
     values = dict(zip(others, given, strict=True))
     values |= dict(zip(program.constvars, closed.consts, strict=True))
     made = program.outvars[: len(jax.tree.leaves(outputs))]
-    # Optimistix converts whole numbers to floats.
-    check_outputs([x.aval for x in _copied(made, program, of_whole=True)])
+    _check_derivatives(made, program, parameters)
     made = _copied(made, program)
     for equation in program.eqns:
         if equation.primitive is not _residuals or equation.outvars != made:
@@ -220,12 +179,41 @@ def _copied(
     return found
 
 
+def _check_derivatives(
+    made: Sequence[Any], program: Jaxpr, parameters: Sequence[Any]
+) -> None:
+    """Raise `ValueError` if an output is made of whole numbers that depend on the
+    parameters. Optimistix converts them to floats, whose derivative is zero."""
+    outputs = []
+    for out, source in zip(made, _copied(made, program, of_whole=True), strict=True):
+        is_constant = isinstance(source, Literal) or (
+            _is_whole(source) and not _depends(source, program, len(parameters))
+        )
+        outputs.append((out if is_constant else source).aval)
+    check_outputs(outputs)
+
+
+def _depends(x: Any, program: Jaxpr, num_inputs: int) -> bool:
+    """Whether a variable depends on the first inputs, also within nested programs. What
+    a program prints does not count."""
+    kept, read = [], {x}
+    for equation in reversed(program.eqns):
+        if not read.isdisjoint(equation.outvars):
+            kept.append(equation)
+            read.update(y for y in equation.invars if not isinstance(y, Literal))
+    of_one = program.replace(eqns=kept[::-1], outvars=[x])
+    _, used = partial_eval.dce_jaxpr(of_one, [True])
+    return any(used[:num_inputs])
+
+
 def _converts_whole(equation: JaxprEqn) -> bool:
     """Whether an equation converts whole numbers or booleans to another type."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    given: Any = equation.invars[0].aval
-    return not jnp.issubdtype(given.dtype, jnp.inexact)
+    is_conversion = equation.primitive.name == "convert_element_type"
+    return is_conversion and _is_whole(equation.invars[0])
+
+
+def _is_whole(x: Any) -> bool:
+    return not jnp.issubdtype(x.aval.dtype, jnp.inexact)
 
 
 def aux_of(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Any:

@@ -25,7 +25,7 @@ from .._linearisation._linearisation import (
     linearised,
 )
 from .._linearisation._objective import AbstractObjective, SumOfSquares
-from .._linearisation._recognised import as_dictionary, aux_of, recognised, unwrapped
+from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import check_fits, not_moved, Retraction
 from ..losses._robust import faded, reweighted
 from ._state import checked, Detour, Evaluate, num_rows_of, Report, State, Update
@@ -57,10 +57,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`: bounds `(lower, upper)` on the parameters, each a number, `None`, or a
         tree with the parameters' structure, in which a number may stand for a whole
-        subtree, and a list of numbers for an array of one axis. All points satisfy the
-        bounds, and parameters with equal bounds stay constant. The functions of gnlin
-        refuse a start out of bounds, and `optimistix.least_squares` moves it to the
-        nearest point within. A parameter at a
+        subtree. A list of numbers, of `None` or of such rows may stand for an array, and
+        an array of numbers for a list of leaves, unless it is a bound of each of them by
+        its shape. All points satisfy the bounds, and parameters with equal bounds stay
+        constant. The functions of gnlin refuse a start out of bounds, and
+        `optimistix.least_squares` moves it to the nearest point within. A parameter at a
         bound that descent would cross has no column in the Jacobian. A step that crosses
         other bounds is followed to the first one, and the problem is solved again for the
         remaining parameters. The default adjoint of `optimistix.least_squares` gives
@@ -354,7 +355,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 "`gnlin.LevenbergMarquardt()`."
             )
         num_rows = num_rows_of(options or {})
-        state = self.start(y, as_dictionary(f_struct))
+        state = self.start(y, f_struct)
         return state if num_rows is None else state.with_rows(num_rows)
 
     def step(
@@ -364,8 +365,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         point = self.next_point(y, state)
         fixed = self.memory_budget, (options or {}).get("jac")
         if posed is None:
-            lin, aux = linearised(unwrapped(fn), point, args, True, *fixed)
-            evaluate = lambda y_: as_dictionary(fn(y_, args)[0])
+            lin, aux = linearised(fn, point, args, True, *fixed)
+            evaluate = lambda y_: fn(y_, args)[0]
             objective = SumOfSquares()
         else:
             outputs, inputs, objective = posed

@@ -167,8 +167,8 @@ class Groups(AbstractRecognised):
 
     - `groups`: [`gnlin.Residuals`][] in a dictionary or a list, as for
         [`gnlin.solve`][]. Groups without data are called with optimistix's `args`.
-        There is no auxiliary data: for `has_aux=True` pass a function that returns
-        `groups(y, args)` with it.
+        There is no auxiliary data: for `has_aux=True` pass
+        `lambda y, args: (groups(y, args), aux)`.
 
     **Raises:** `ValueError` if `groups` is anything else; also if the solver is not
     gnlin's and a loss is neither squared nor robust.
