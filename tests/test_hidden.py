@@ -3,6 +3,7 @@
 import pickle
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,11 +50,10 @@ def by_root_find(p, total):
     return jax.vmap(root)(total)
 
 
-@pytest.mark.parametrize("fixed", [["P"], []])
-def test_a_root_by_bisection_has_no_derivative(fixed):
-    start = {"P": 2.0 if fixed else 3.0, "K": 1.0}
+def test_a_root_by_bisection_has_no_derivative():
+    start = {"P": 3.0, "K": 1.0}
     with pytest.warns(UserWarning, match=WORDS.format("K")) as warned:
-        fit = gnlin.curve_fit(by_bisection, TOTAL, Y, start, fixed=fixed)
+        fit = gnlin.curve_fit(by_bisection, TOTAL, Y, start)
     assert warned[0].filename == __file__
     assert len(warned) == 1
     assert fit.result == optx.RESULTS.stagnation
@@ -63,6 +63,12 @@ def test_a_root_by_bisection_has_no_derivative(fixed):
     assert np.isinf(fit.standard_errors["K"])
     loaded = pickle.loads(pickle.dumps(fit))
     assert loaded.reason == fit.reason
+
+
+def test_roots_by_bisection_are_named_if_no_parameter_has_a_derivative():
+    words = "roots found by bisection .* take roots by `optimistix.root_find`"
+    with pytest.raises(ValueError, match=words):
+        gnlin.curve_fit(by_bisection, TOTAL, Y, {"P": 2.0, "K": 1.0}, fixed=["P"])
 
 
 def test_the_same_root_by_optimistix_has_the_errors_of_the_closed_formula():
@@ -96,15 +102,83 @@ def test_jumps_and_stopped_gradients(f, start):
     [
         lambda p, x: p["a"] * x + 0 * p["K"],
         lambda p, x: p["a"] * x + jnp.clip(p["K"], 0.0, 1.0),
+        lambda p, x: p["a"] * x + jnp.clip(p["K"], 0.9, 1.0),
+        lambda p, x: p["a"] * x + jnp.clip(100 * (x - p["K"]), 0.0, 1.0),
         lambda p, x: p["a"] * x + jax.nn.relu(x - p["K"]),
     ],
-    ids=["none", "clip", "knot"],
+    ids=["none", "clip", "two plateaus", "ramp", "knot"],
 )
 def test_a_plateau_is_still_undetermined(f):
     x = np.linspace(0, 1, 20)
     with pytest.warns(UserWarning, match="do not determine all parameters: moving K by"):
         fit = gnlin.curve_fit(f, x, 2 * x + 0.1 * np.cos(9 * x), {"a": 1.0, "K": 5.0})
     assert fit.result == optx.RESULTS.successful
+
+
+@pytest.mark.parametrize("spacing", [0.01, 1 / 29])
+def test_a_change_point_between_distant_x(spacing):
+    x = np.arange(0, 1, spacing)
+    y = np.where(x < 0.6, 1.0, 2.0) + 0.01 * np.cos(50 * x)
+    f = lambda p, x: jnp.where(x < p["c"], p["a"], p["b"])
+    with pytest.warns(UserWarning, match=WORDS.format("c")):
+        fit = gnlin.curve_fit(f, x, y, {"a": 1.0, "b": 1.5, "c": 0.5})
+    assert fit.result == optx.RESULTS.stagnation
+    for name, is_in in {"a": x < 0.5, "b": x >= 0.5}.items():
+        np.testing.assert_allclose(fit.parameters[name], y[is_in].mean(), rtol=1e-6)
+
+
+X = np.linspace(0, 1, 30)
+FALLING = 1 - 0.5 * X + 0.05 * np.cos(40 * X)
+RISING = 1 + 0.5 * X + 0.05 * np.cos(40 * X)
+SYMMETRIC = {
+    "square": (lambda p, x: p["a"] + p["b"] ** 2 * x, FALLING, True),
+    "square, lower beside it": (lambda p, x: p["a"] + p["b"] ** 2 * x, RISING, False),
+    "cosine": (lambda p, x: p["a"] * jnp.cos(p["b"] * x), 2 * np.cos(X), False),
+    "kink": (lambda p, x: p["a"] + jax.nn.relu(p["b"]) * x, FALLING, True),
+    "kink, lower beside it": (
+        lambda p, x: p["a"] + jax.nn.relu(p["b"]) * x,
+        RISING,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_a_derivative_of_zero_at_one_point_is_no_missing_one(name, dtype):
+    """The references are the losses of NumPy around the start, with the best `a`."""
+    f, y, is_minimum = SYMMETRIC[name]
+    start = {"a": dtype(1.0), "b": dtype(0.0)}
+    words = (
+        "the minimum, though" if is_minimum else "this point only, and .* lower beside"
+    )
+    with pytest.warns(UserWarning, match="`b` is zero at " + words) as warned:
+        fit = gnlin.curve_fit(f, X.astype(dtype), y.astype(dtype), start)
+    assert len(warned) == 1
+    assert fit.result == optx.RESULTS.successful
+    assert fit.undetermined() == []
+    assert "its derivative is zero here" in str(fit)
+    assert fit.parameters["b"] == 0
+
+    def loss(b):
+        shape = [np.asarray(f({"a": a, "b": b}, X), float) for a in (0.0, 1.0)]
+        unit, rest = shape[1] - shape[0], y - shape[0]
+        return np.sum((rest - unit * (unit @ rest) / (unit @ unit)) ** 2)
+
+    lowest = min(loss(b) for b in np.linspace(-0.1, 0.1, 21))
+    assert (lowest >= loss(0.0) - 1e-12) == is_minimum
+
+
+def test_a_function_that_raises_at_distant_parameters():
+    """Small moves tell what they can."""
+
+    def f(p, x):
+        step = jax.lax.stop_gradient(p["K"])
+        step = eqx.error_if(step, jnp.abs(step - 1) > 0.05, "far")
+        return p["a"] * x + step
+
+    with pytest.warns(UserWarning, match=WORDS.format("K")):
+        gnlin.curve_fit(f, X, RISING, {"a": 1.0, "K": 1.0})
 
 
 def test_a_column_of_length_one_is_no_column_of_zero():

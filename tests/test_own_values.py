@@ -108,6 +108,32 @@ def test_other_functions_with_y_in_x_do_not_warn(f):
         np.testing.assert_allclose(list(fit.parameters.values()), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda p, x: p["a"] * x**2,
+        lambda p, x: p["a"] * jnp.sqrt(x),
+        lambda p, x: p["a"] * x**3 / jnp.mean(x**2),
+        lambda p, x: p["a"] + 3 * jnp.mean(x) - jnp.cos(30 * x) / 6,
+    ],
+    ids=["square", "root", "large trace", "large diagonal"],
+)
+def test_a_function_of_x_that_equals_y_is_no_projection(f, dtype):
+    """Each value is computed from itself alone, or the diagonal of the derivative, by
+    NumPy's differences, is none of a projection."""
+    y = np.linspace(0.4, 1.0, 30).astype(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = gnlin.curve_fit(f, y, y, {"a": dtype(1.0)})
+    at = lambda x: np.asarray(f({"a": float(fit.parameters["a"])}, x))
+    y = y.astype(float)
+    slopes = np.stack([at(x) - at(y) for x in y + 1e-4 * np.eye(30)]) / 1e-4
+    is_alone = np.count_nonzero(slopes) <= 30
+    diagonal = np.diagonal(slopes)
+    assert is_alone or diagonal.sum() > 30 or diagonal.max() > 2
+
+
 def test_a_line_through_equal_arrays_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,7 +16,7 @@ from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
 from ._curve import Data, rounding
-from ._hidden import of_zero_derivative
+from ._hidden import of_vanishing_derivative, of_zero_derivative
 from ._not_finite import what_is_not_finite
 from ._own_values import of_own_values
 from ._points import place_of, total
@@ -220,6 +220,8 @@ def complaint(fit: "CurveFit") -> str:
             "out the negative curvature of the loss, which is too large: use "
             "`fit.confidence_intervals()`."
         )
+    if vanishing := of_vanishing_derivative(fit):
+        return f"`gnlin.curve_fit`: {vanishing}."
     if not are_determined(fit):
         return (
             "`gnlin.curve_fit`: the data do not determine all parameters: moving "

@@ -1,12 +1,12 @@
 """Parameters whose derivative is zero although the curve depends on them."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common._tree import ravel_pytree, Structure
 from .._common._words import how_many
@@ -19,82 +19,190 @@ from ._statistics import Fitted
 if TYPE_CHECKING:
     from ._result import CurveFit
 
-# Parts of a parameter's size by which it is moved. They are small, because on a plateau,
-# as of `jnp.clip`, a derivative of zero is right, and only a large move leaves it.
-_MOVES = np.array([1e-4, -1e-4, 1e-2, -1e-2])
+# Parts of a parameter's size by which it is moved, smallest first.
+_MOVES = np.array([1e-4, -1e-4, 1e-2, -1e-2, 0.1, -0.1, 1, -1])
+# The first ones are small. A derivative at these points is one beside the end of the fit.
+_NUM_SMALL = 4
+# Halvings of the first move that changes the curve. They end next to where the change
+# begins: a ramp at the edge of a plateau, as of `jnp.clip`, has a derivative there.
+_HALVINGS = 20
 
-# A change of the curve by less than this multiple of its rounding is none.
+# A change of the curve, or of the loss, by less than this multiple of its rounding is
+# none.
 _ROUNDINGS = 100
 
 # The most parameters that a message names.
 _MOST_NAMES = 5
 
 
+class Hidden(NamedTuple):
+    """Free parameters whose derivative is exactly zero where the fit ended.
+
+    - `missing`: whether it is zero at other values too although the curve differs there.
+    - `vanishing`: whether it is not zero beside the end, as of `b**2` at 0.
+    - `falling`: whether, in addition, the loss is lower there.
+    """
+
+    missing: Bool[np.ndarray, " k"]
+    vanishing: Bool[np.ndarray, " k"]
+    falling: Bool[np.ndarray, " k"]
+
+
 def hidden(
     setting: FitSettings, data: Data | None, start: PyTree[Array], end: Fitted
-) -> Bool[np.ndarray, " k"]:
-    """Return which free parameters of one data set have a derivative of exactly zero, but
-    change the curve if they move a little.
+) -> Hidden:
+    """Return such parameters of one data set.
 
     The curve is evaluated only if a column of the Jacobian seems to be zero, and after
     the compiled fit, whose program does not grow."""
     found = ~np.asarray(end.covariance.determined)
+    none = Hidden(*(np.zeros_like(found) for _ in Hidden._fields))
     # Steps of a retraction are not differences of parameters.
     is_refused = setting.many or setting.solver.retraction is not None
     if data is None or is_refused or not found.any():
-        return found & False
+        return none
     # A parameter that is a part of an undetermined direction has entries here.
     found &= ~np.any(np.asarray(end.covariance.factor), axis=-1)
     asked = np.flatnonzero(found)
     if not asked.size:
-        return found
+        return none
     best, first = (np.asarray(ravel_pytree(tree)[0]) for tree in (end.parameters, start))
     sizes = np.maximum(np.abs(best), np.abs(first))
-    sizes = np.where(sizes > 0, sizes, 1)
-    steps = _MOVES[:, None, None] * np.diag(sizes)[asked]
-    box = flat_box(setting.solver.bounds, end.parameters)
-    moved = np.clip(best + steps.astype(best.dtype), box.lower, box.upper)
-    try:
-        are_flat, change = _seen_from(setting, data, end.parameters, jnp.asarray(moved))
-    except eqx.EquinoxRuntimeError:  # `f` may raise errors at other parameters.
-        return found & False
-    found[asked] = np.asarray(are_flat)[asked] & np.asarray(change)
-    return found
+    steps = np.diag(np.where(sizes > 0, sizes, 1).astype(best.dtype))[asked]
+    for number in (len(_MOVES), _NUM_SMALL):
+        try:
+            seen = _seen_along(setting, data, end.parameters, jnp.asarray(steps), number)
+            seen = [np.asarray(flags) for flags in seen]
+        except eqx.EquinoxRuntimeError:  # `f` may raise errors at other parameters.
+            continue
+        for flags, of_asked in zip(none, seen, strict=True):
+            flags[asked] = of_asked
+        break
+    return none
+
+
+class _Search(NamedTuple):
+    """What is known of one parameter: first at the move 0, then at the others, and then
+    at halvings.
+
+    - `low`, `high`: moves at which the curve is the same, and at which it differs.
+    - `at_end`, `beside`, `anywhere`: whether there is a derivative at the move 0, at a
+        small one, and at any.
+    - `falls`: whether the loss is lower at a small move.
+    """
+
+    index: Int[Array, ""]
+    low: Scalar
+    high: Scalar
+    differs: Bool[Array, ""]
+    at_end: Bool[Array, ""]
+    beside: Bool[Array, ""]
+    anywhere: Bool[Array, ""]
+    falls: Bool[Array, ""]
 
 
 @eqx.filter_jit
-def _seen_from(
+def _seen_along(
     setting: FitSettings,
     data: Data,
     parameters: PyTree[Array],
-    moved: Float[Array, "n c k"],
-) -> tuple[Bool[Array, " k"], Bool[Array, " c"]]:
-    """Whether the curve has no derivative by each parameter, and whether it differs at
-    any of n moved parameters, of c each."""
-    posed, unravel = Posed.of(setting, data), Structure.of(parameters).unravel
-    lin = linearise(posed.outputs, posed.variables(parameters))
-    columns = lin.matrix()[:, : moved.shape[-1]]
-    least = _ROUNDINGS * jnp.finfo(columns.dtype).eps * jnp.max(jnp.abs(lin.outputs))
+    steps: Float[Array, "c k"],
+    number: int | Array,
+) -> tuple[Bool[Array, " c"], ...]:
+    """Return what `Hidden` has for each of c parameters, from so many moves."""
+    posed, structure = Posed.of(setting, data), Structure.of(parameters)
+    best, box = ravel_pytree(parameters)[0], flat_box(setting.solver.bounds, parameters)
+    # An index beyond the last move gives the last one.
+    moves = jnp.asarray(np.append(0, _MOVES), best.dtype)
+    here = posed.outputs(posed.variables(parameters))
+    eps = _ROUNDINGS * jnp.finfo(here.dtype).eps
+    least = eps * jnp.max(jnp.abs(here))
+    least_fall = eps * jnp.abs(posed.loss.value(here, posed.target))
 
-    def differs(flat: Float[Array, " k"]) -> Bool[Array, ""]:
-        change = jnp.abs(posed.outputs(posed.variables(unravel(flat))) - lin.outputs)
-        return jnp.any(jnp.isfinite(change) & (change > least))
+    def look(step: Float[Array, " k"], move: Scalar) -> tuple[Bool[Array, ""], ...]:
+        """Whether the curve differs and has a derivative, and whether the loss falls."""
+        point = jnp.clip(best + move * step, box.lower, box.upper)
+        along = lambda t, _=None: posed.outputs(
+            posed.variables(structure.unravel(point + t * step))
+        )
+        lin = linearise(along, jnp.zeros((), best.dtype))
+        slope, change = lin.matrix(), jnp.abs(lin.outputs - here)
+        fall = posed.loss.decrease(here, lin.outputs, posed.target)
+        return (
+            jnp.any(jnp.isfinite(change) & (change > least)),
+            jnp.any(jnp.isfinite(slope) & (slope != 0)),
+            fall > least_fall,
+        )
 
-    each = jax.lax.map(differs, moved.reshape(-1, moved.shape[-1]))
-    return jnp.all(columns == 0, axis=0), jnp.any(each.reshape(moved.shape[:2]), axis=0)
+    def is_open(s: _Search) -> Bool[Array, ""]:
+        is_near = s.index <= _NUM_SMALL
+        last = jnp.where(s.differs, number + _HALVINGS, number)
+        return (s.index <= last) & ~s.at_end & (is_near | ~s.anywhere)
+
+    def after(s: _Search, step: Float[Array, " k"]) -> _Search:
+        is_near = s.index <= _NUM_SMALL
+        halves = s.differs & ~is_near
+        move = jnp.where(halves, (s.low + s.high) / 2, moves[s.index])
+        differs, has_slope, is_lower = look(step, move)
+        return _Search(
+            index=s.index + 1,
+            low=jnp.where(halves & ~differs, move, s.low),
+            high=jnp.where(differs & (halves | ~s.differs), move, s.high),
+            differs=s.differs | differs,
+            at_end=s.at_end | (has_slope & (s.index == 0)),
+            beside=s.beside | (has_slope & is_near),
+            anywhere=s.anywhere | has_slope,
+            falls=s.falls | (is_lower & is_near),
+        )
+
+    def of_one(step: Float[Array, " k"]) -> tuple[Bool[Array, ""], ...]:
+        zero, no = jnp.zeros((), best.dtype), jnp.array(False)
+        first = _Search(jnp.array(0), zero, zero, no, no, no, no, no)
+        s = jax.lax.while_loop(is_open, lambda s: after(s, step), first)
+        vanishing = s.beside & ~s.at_end
+        return s.differs & ~s.anywhere, vanishing, vanishing & s.falls
+
+    return jax.lax.map(of_one, steps)
 
 
 def of_zero_derivative(fit: "CurveFit") -> str:
-    """Return a sentence if there are such parameters, or ""."""
-    if fit._hidden is None or not fit._hidden.any():
+    """Return a sentence if the derivative by a parameter is missing, or ""."""
+    if fit._hidden is None or not fit._hidden.missing.any():
         return ""
-    names = [f"`{fit.names[k]}`" for k in np.flatnonzero(fit._hidden)]
-    it = "it" if len(names) == 1 else "them"
-    if len(names) > _MOST_NAMES:
-        names[_MOST_NAMES:] = [how_many(len(names) - _MOST_NAMES, "other")]
+    names, it, _ = _named(fit, fit._hidden.missing)
     return (
-        f"the derivative of `f` by {' and '.join(names)} is zero although `f` depends on "
+        f"the derivative of `f` by {names} is zero although `f` depends on "
         f"{it}, as on a root found by bisection, or through a comparison or rounding: "
         "take roots by `optimistix.root_find` or `jax.lax.custom_root`, which "
         "differentiate them implicitly, and replace jumps by smooth functions"
     )
+
+
+def of_vanishing_derivative(fit: "CurveFit") -> str:
+    """Return a sentence if the derivative by a parameter is zero only here, or ""."""
+    if fit._hidden is None or not fit._hidden.vanishing.any():
+        return ""
+    if fit._hidden.falling.any():
+        names, it, _ = _named(fit, fit._hidden.falling)
+        return (
+            f"the derivative of `f` by {names} is zero at this point only, and the loss "
+            f"is lower beside it: start {it} elsewhere"
+        )
+    names, _, its = _named(fit, fit._hidden.vanishing)
+    return (
+        f"the derivative of `f` by {names} is zero at the minimum, though not beside it, "
+        f"so that {its} not known: start elsewhere if you expect another minimum, or "
+        "fit a parameter by which `f` has a derivative there, such as `c` in place of "
+        "`b**2`"
+    )
+
+
+def _named(fit: "CurveFit", which: Bool[np.ndarray, " k"]) -> tuple[str, str, str]:
+    """Return the names of parameters, and the words that stand for them."""
+    names = [f"`{fit.names[k]}`" for k in np.flatnonzero(which)]
+    is_one = len(names) == 1
+    if len(names) > _MOST_NAMES:
+        names[_MOST_NAMES:] = [how_many(len(names) - _MOST_NAMES, "other")]
+    it = "it" if is_one else "them"
+    its = "its standard error is" if is_one else "their standard errors are"
+    return " and ".join(names), it, its

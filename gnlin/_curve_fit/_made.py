@@ -44,7 +44,7 @@ def as_curve_fit(
     flat = None
     if not setting.many and not is_traced((end, data, setting)):
         flat = hidden(setting, data, start, end)
-        if flat.any() and result_name(found["result"]) == "successful":
+        if flat.missing.any() and result_name(found["result"]) == "successful":
             found |= {"result": STANDS_STILL}
     known = {"_curve": curve, "_start": start, "_setting": setting, "_data": data}
     fit = CurveFit(**found, **known, _end=end, _hidden=flat)

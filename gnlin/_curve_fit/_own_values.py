@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._common import _tree
 from .._common._canonical import needed, Program
 from .._common._words import how_many
 from ._curve import Curve, rounding
@@ -22,6 +21,12 @@ _PROBES = 16
 # Their mean counts as positive above this multiple of its error. That of a forecast from
 # earlier values is zero.
 _SURELY = 5
+# Entries on the diagonal of a projection lie between 0 and 1. Estimates may lie outside
+# by as much as this.
+_OUTSIDE = 1
+# If a curve computes each value from this value alone, the products of different
+# directions agree. They differ by more than this part of their squares otherwise.
+_ALIKE = 1e-3
 
 
 def of_own_values(fit: "CurveFit") -> str:
@@ -50,11 +55,9 @@ def of_own_values(fit: "CurveFit") -> str:
             if not np.max(np.abs(fit.residuals)) > rounding(data):
                 return ""
             given = setting.curve, fit._free, setting.fixed, data.x
-            found = np.asarray(_traces(*given, place, which), float)
-            mean, error = float(np.mean(found)), np.std(found) / _PROBES**0.5
-            # A projection is never negative along any direction.
-            if mean > 0.5 and (np.min(found) > 0 or mean > _SURELY * error):
-                return _told(f"x{jax.tree_util.keystr(path)}", mean)
+            probes = (np.asarray(a, float) for a in _probed(*given, place, which))
+            if (number := _degrees(*probes)) > 0:
+                return _told(f"x{jax.tree_util.keystr(path)}", number)
     return ""
 
 
@@ -83,12 +86,31 @@ def _read(curve: Curve, number: int) -> list[bool]:
     return [v in found for v in program.invars[len(program.invars) - number :]]
 
 
+def _degrees(traces: np.ndarray, sums: np.ndarray, squares: np.ndarray) -> float:
+    """Return the estimated trace if the derivative may be a projection, or 0. A function
+    of x that happens to equal y is none: it computes each value from this value alone,
+    or its derivative has a diagonal that no projection has."""
+    means = sums / _PROBES
+    variances = np.maximum(squares / _PROBES - means**2, 0)
+    if np.sum(variances) <= _ALIKE * np.sum(means**2):
+        return 0.0
+    outside = np.maximum(means - 1, -means)
+    if np.any(outside > np.maximum(_OUTSIDE, _SURELY * (variances / _PROBES) ** 0.5)):
+        return 0.0
+    mean, error = float(np.mean(traces)), np.std(traces) / _PROBES**0.5
+    # A projection is never negative along any direction.
+    is_positive = mean > 0.5 and (np.min(traces) > 0 or mean > _SURELY * error)
+    return mean if is_positive and mean <= sums.size else 0.0
+
+
 @eqx.filter_jit
-def _traces(
+def _probed(
     curve: Curve, free: PyTree, fixed: PyTree, x: PyTree[Array], place: int, which: int
-) -> Float[Array, " probes"]:
+) -> tuple[Float[Array, " probes"], Float[Array, "..."], Float[Array, "..."]]:
     """Return estimates of the trace of the derivative of an array of the curve by one of
-    x: products of random signs with the change of the curve along them.
+    x: products of random signs with the change of the curve along them. Return also
+    the sums over the probes of the products of each point, which estimate the diagonal,
+    and of their squares.
 
     ??? cite "Reference"
 
@@ -100,11 +122,15 @@ def _traces(
     eps = jnp.finfo(here.dtype).eps
     width = eps ** (1 / 3) * jnp.sqrt(jnp.mean(jnp.abs(leaves[place]) ** 2))
 
-    def along(key: Array) -> Float[Array, ""]:
+    def along(sums, key: Array):
         signs = jax.random.rademacher(key, here.shape, here.real.dtype)
         moved = leaves.copy()
         moved[place] = leaves[place] + (width * signs).astype(leaves[place].dtype)
         there = jax.tree.leaves(curve.values(free, fixed, structure.unflatten(moved)))
-        return _tree.dot(signs, (there[which] - here).real) / width
+        products = signs * (there[which] - here).real / width
+        return (sums[0] + products, sums[1] + products**2), jnp.sum(products)
 
-    return jax.lax.map(along, jax.random.split(jax.random.key(0), _PROBES))
+    none = jnp.zeros_like(here.real)
+    keys = jax.random.split(jax.random.key(0), _PROBES)
+    (sums, squares), traces = jax.lax.scan(along, (none, none), keys)
+    return traces, sums, squares

@@ -111,7 +111,10 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         flat(fit.multipliers),
     )
     undetermined = _named(fit, ~np.asarray(fit._end.covariance.determined))
-    flat_in = _named(fit, fit._hidden)
+    missing, vanishing = (
+        _named(fit, fit._hidden and getattr(fit._hidden, of))
+        for of in ("missing", "vanishing")
+    )
     fixed = names_of(fit._setting.fixed)
     rows = []
     for name, value, error, side, multiplier in zip(*columns, strict=True):
@@ -120,8 +123,10 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         elif side != 0:
             which = "upper" if side > 0 else "lower"
             known, note = "", f"at its {which} bound, multiplier {multiplier:.3g}"
-        elif name in flat_in:
+        elif name in missing:
             known, note = "", "not fitted: its derivative is zero"
+        elif name in vanishing:
+            known, note = "", "error unknown: its derivative is zero here"
         elif name in undetermined:
             known, note = "", "not determined"
         elif not np.isfinite(error):

@@ -387,8 +387,9 @@ def check_derivative(lin: Linearisation) -> None:
     if lin.is_flat:
         raise ValueError(
             "The residuals, or outputs, have no derivative with respect to any "
-            "parameter: `jnp.round`, `astype(int)`, comparisons and "
-            "`jax.lax.stop_gradient` have none, so compute without them."
+            "parameter: `jnp.round`, `astype(int)`, comparisons, roots found by "
+            "bisection and `jax.lax.stop_gradient` have none, so compute without them, "
+            "and take roots by `optimistix.root_find`."
         )
 
 
