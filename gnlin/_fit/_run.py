@@ -287,9 +287,8 @@ class Run(AbstractRun):
             )
         why = why_it_failed(setting, carry, self.step)
         self._reason = in_words(result_name(self.result), self.step, why)
-        self.complaint = (
-            f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
-        )
+        said = f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}"
+        self.complaint = said.rstrip()
 
     def _judge(self) -> None:
         """Add doubts about the run to its complaint."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from ..losses import AbstractLoss
 from ..losses._base import Reduction
-from ._linearisation import check_outputs
+from ._admitted import check_outputs
 from ._objective import AbstractObjective, BatchLoss
 
 

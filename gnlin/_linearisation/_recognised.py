@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array, PyTree
 
-from ._linearisation import check_outputs
+from ._admitted import check_outputs
 from ._objective import AbstractObjective
 
 

@@ -16,14 +16,9 @@ from .._common import _tree
 from .._common._checks import check_callable, check_count, check_nonnegative
 from .._common._history import History, of_full_batch
 from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._linearisation._admitted import check_derivative, check_outputs, check_parameters
 from .._linearisation._bounds import Box, check_pair
-from .._linearisation._linearisation import (
-    check_derivative,
-    check_outputs,
-    check_parameters,
-    Linearisation,
-    linearised,
-)
+from .._linearisation._linearisation import Linearisation, linearised
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import check_fits, not_moved, Retraction
@@ -183,7 +178,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         - `same_examples`: whether the next step uses the same examples. If not, the run
             is not tested for convergence.
         """
-        check_derivative(lin)
+        check_derivative(lin.is_flat)
         num_steps = state.counts.num_feature_updates
         if same_examples and getattr(self, "form", "quadratic") == "quadratic":
             objective = reweighted(objective, state.reweighted)

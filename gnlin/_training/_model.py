@@ -19,7 +19,7 @@ from .._common._checks import explains_itself, first_line
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
 from .._jacobian import PerExample
-from .._linearisation._linearisation import check_parameters
+from .._linearisation._admitted import check_parameters
 from ._data import a_kind_of
 
 
