@@ -66,7 +66,8 @@ def _of_matrix_jvp(primals, tangents):
 
 
 def _change(filter: Function, moved: Function, w: Float[Array, " k"]):
-    return eqx.filter_jvp(lambda f: f(w), (filter,), (moved,))[1]
+    value, change = eqx.filter_jvp(lambda f: f(w), (filter,), (moved,))
+    return jnp.zeros_like(value) if change is None else change  # what moves has no effect
 
 
 def _divided_differences(filter: Function, w: Float[Array, " k"]) -> Float[Array, "k k"]:
