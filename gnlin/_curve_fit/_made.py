@@ -41,13 +41,13 @@ def as_curve_fit(
         )
         free = jax.tree.map(nan, end.parameters)
         found |= {"parameters": eqx.combine(free, found["parameters"])}
-    flat = None
+    unseen = None
     if not setting.many and not is_traced((end, data, setting)):
-        flat = hidden(setting, data, start, end)
-        if flat.missing.any() and result_name(found["result"]) == "successful":
+        unseen = hidden(setting, data, start, end)
+        if unseen.missing.any() and result_name(found["result"]) == "successful":
             found |= {"result": STANDS_STILL}
     known = {"_curve": curve, "_start": start, "_setting": setting, "_data": data}
-    fit = CurveFit(**found, **known, _end=end, _hidden=flat)
+    fit = CurveFit(**found, **known, _end=end, _hidden=unseen)
     if said := fit.complaint():
         warnings.warn(said, stacklevel=3)
     return fit

@@ -213,18 +213,10 @@ class Spectrum(eqx.Module):
             return self, jnp.array(True)
         eps, largest = jnp.finfo(w.dtype).eps, jnp.max(w)
         small = w <= eps ** (1 / 2) * largest
-        are_zero = lambda: self._size_of(small, push) <= least_size(w)
+        are_zero = lambda: size_of(w, small, push) <= least_size(w)
         zero = jax.lax.cond(jnp.any(small), are_zero, lambda: jnp.array(True))
         kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
         return kept, zero | ~self.finite()
-
-    def _size_of(self, chosen: Bool[Array, " k"], push: Callable) -> Scalar:
-        """Estimate the root of the sum of the true eigenvalues of the `chosen`
-        eigenvectors, relative to the largest one."""
-        w = self.eigenvalues
-        probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
-        pushed = jax.vmap(push)(jnp.where(chosen[None], probes, 0))
-        return jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * jnp.max(w)))
 
     def _lost(self, damping: ScalarLike = 0.0) -> tuple[int, float]:
         """Return how many eigenvalues of a Gram matrix count as zero, and an estimate of
@@ -238,7 +230,7 @@ class Spectrum(eqx.Module):
         number = int(jnp.sum(w == 0))
         if number * self._unresolved() <= _DOUBTFUL * float(jnp.asarray(damping)):
             return number, 0.0
-        size = self._size_of(w == 0, self._pushed)
+        size = size_of(w, w == 0, self._pushed)
         total = jnp.where(size <= least_size(w), 0, size**2 * jnp.max(w))
         return number, float(total)
 
@@ -366,6 +358,17 @@ class Spectrum(eqx.Module):
     def finite(self) -> Array:
         """Whether the Jacobian and the residual were finite."""
         return _tree.all_finite((self.eigenvalues, self.coefficients))
+
+
+def size_of(w: Float[Array, " k"], chosen: Bool[Array, " k"], push: Callable) -> Scalar:
+    """Estimate the root of the sum of the true eigenvalues of the `chosen` eigenvectors,
+    relative to the largest one.
+
+    - `push`: returns the product of the Jacobian with a sum of eigenvectors.
+    """
+    probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
+    pushed = jax.vmap(push)(jnp.where(chosen[None], probes, 0))
+    return jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * jnp.max(w)))
 
 
 def least_size(w: Float[Array, " k"]) -> float:

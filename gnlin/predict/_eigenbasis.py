@@ -16,7 +16,7 @@ from .._linear_algebra import _lapack, _small_svd
 from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, least_size, Origin
+from .._linearisation._spectrum import Filter, least_size, Origin, size_of
 from ..filters import Tikhonov
 from ..spectra import leading
 
@@ -29,7 +29,6 @@ _WORTH, _SECONDS = {64: 3.0, 32: 10.0}, 3.0
 # measured in double precision as 2.7 s for 66,561 x 400 numbers and 1.8 s for 1,200 x
 # 4,673 (jax 0.10.1, one core of a CPU).
 _ORTHOGONALISED = 6e-11
-_NUM_PROBES = 8  # random sums of eigenvectors, to see whether eigenvalues are zero
 # Singular values below this multiple of eps times the largest count as zero. For 14 to
 # 200 repeated examples, the multiple that LAPACK returned was at most 0.8.
 _ZERO = 2.0
@@ -135,16 +134,14 @@ class Eigenbasis(eqx.Module):
         hidden = w <= self.cutoff
         part, whole = jnp.where(hidden, self.squares, 0), jnp.sum(self.squares)
         part = _tree.quotient(jnp.sum(part), self.outside + whole, jnp.any(part > 0))
-        probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
 
-        def size(probe: Float[Array, " k"]) -> Scalar:
-            vector = matmul(self.vectors, jnp.where(hidden, probe, 0))
+        def push(z: Float[Array, " k"]) -> PyTree[Array]:
+            vector = matmul(self.vectors, z)
             if self.on_outputs:
-                return _tree.norm(jacobian.pull_back(vector))
-            return _tree.norm(jacobian.push_forward(jacobian.domain.unravel(vector)))
+                return jacobian.pull_back(vector)
+            return jacobian.push_forward(jacobian.domain.unravel(vector))
 
-        typical = _tree.norm(jax.lax.map(size, probes)) / _NUM_PROBES**0.5
-        are_zero = typical <= least_size(w) * jnp.sqrt(jnp.max(w))
+        are_zero = size_of(w, hidden, push) <= least_size(w)
         if jnp.finfo(w.dtype).bits < 64:  # What singular values hide may be more there.
             are_zero &= self.rounding > _tree.eps(w) ** 1.5 * jnp.max(w)
         return jnp.where(are_zero, 0, part)
