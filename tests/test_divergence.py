@@ -220,3 +220,17 @@ def test_periods_that_are_no_number_of_steps_are_in_the_result():
 
     found = jax.vmap(ended)(jnp.array([0.0, -1.0, 2.5, jnp.nan, 1.0, 3.0]))
     np.testing.assert_array_equal(found, [True, True, True, True, False, False])
+
+
+def test_inner_steps_that_diverge_are_told_also_far_above_the_start():
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = eqx.nn.MLP(3, 2, 16, 1, jnp.tanh, dtype=float, key=keys[0])
+    x, y = jax.random.normal(keys[1], (8, 3)), jax.random.normal(keys[2], (8, 2))
+    kernel = np.asarray(gnlin.TangentKernel(model)(x)).reshape(16, 16)
+    rate = 2.05 / np.linalg.eigvalsh(kernel)[-1]
+    with pytest.warns(UserWarning, match="inner steps diverge on the linearised model"):
+        solution = gnlin.solve(
+            model, (x, y), gnlin.IterativeLinearisation(10, rate), max_steps=30
+        )
+    losses = solution.history.loss
+    assert losses[-1] > 100 * losses[0], "a case without this is tested elsewhere"
