@@ -479,8 +479,11 @@ def test_many_outputs_of_examples_that_read_few_parameters(num_times):
         return jax.vmap(group.fn)(each(group.data), group.data).ravel()
 
     jacobian = np.asarray(jax.jit(jax.jacfwd(outputs))(flat))
-    expected = np.diag(np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)) ** 0.5
+    matrix = np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)
+    expected = np.diag(matrix) ** 0.5
     known = covariance(solution, groups)
+    known_matrix = known.matrix(lambda m: (m["height"], m["shared"][0, 0]))
+    np.testing.assert_allclose(known_matrix, matrix[:19, :19], rtol=1e-6, atol=1e-12)
     errors = known.standard_errors
     assert np.isinf(errors["shared"][0, 1])  # it changes nothing
     np.testing.assert_allclose(errors["height"].ravel(), expected[:18], rtol=1e-8)
