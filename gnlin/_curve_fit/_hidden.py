@@ -27,8 +27,7 @@ _NUM_SMALL = 4
 # begins: a ramp at the edge of a plateau, as of `jnp.clip`, has a derivative there.
 _HALVINGS = 20
 
-# A change of the curve, or of the loss, by less than this multiple of its rounding is
-# none.
+# A change of the curve, or of the loss, counts only above this multiple of its rounding.
 _ROUNDINGS = 100
 
 # The most parameters that a message names.
@@ -51,7 +50,7 @@ class Hidden(NamedTuple):
 def hidden(
     setting: FitSettings, data: Data | None, start: PyTree[Array], end: Fitted
 ) -> Hidden:
-    """Return such parameters of one data set.
+    """Return which free parameters of one data set have a derivative of zero, and why.
 
     The curve is evaluated only if a column of the Jacobian seems to be zero, and after
     the compiled fit, whose program does not grow."""

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 # The number of random directions along which y is changed.
 _PROBES = 16
-# Their mean counts as positive above this multiple of its error. That of a forecast from
-# earlier values is zero.
+# The mean of the estimated traces counts as positive above this multiple of its error.
+# For a forecast from earlier values the trace is zero.
 _SURELY = 5
 # Entries on the diagonal of a projection lie between 0 and 1. Estimates may lie outside
 # by as much as this.
 _OUTSIDE = 1
-# If a curve computes each value from this value alone, the products of different
-# directions agree. They differ by more than this part of their squares otherwise.
+# If a curve computes each value from this value alone, the products agree between the
+# directions. Otherwise they differ by more than this part of their squares.
 _ALIKE = 1e-3
 
 

@@ -198,8 +198,9 @@ class AbstractPath(eqx.Module):
             warnings.warn(
                 f"Rounding hides the kernel's eigenvalues below {cutoff:.2g}. {part:.0%} "
                 "of the squared residual lies along their eigenvectors. Unless these "
-                "eigenvalues are zero, as for repeated examples, it is trained wrongly "
-                f"or not at all: {precision}pass smaller `{name}` or a larger `damping`.",
+                "eigenvalues are zero, as for repeated examples, this part is trained "
+                f"wrongly or not at all: {precision}pass smaller `{name}` or a larger "
+                "`damping`.",
                 stacklevel=stacklevel,
             )
         return amounts
