@@ -1,6 +1,5 @@
 """The sources of batches: arrays, shuffled in each epoch, or the user's iterable."""
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._common._checks import check_takes
 from .._common._identity import checksum, named
+from .._common._quickly import quickly
 from .._training._data import a_kind_of, as_batch, as_tuple, not_finite
 from .._training._residuals import GroupsByName, where_not_finite
 
@@ -75,7 +75,7 @@ class ArrayStream:
         order = None
         if self.batch_size is not None:
             assert self._key is not None
-            order = _permutation(self._key, epoch, self.num_examples)
+            order = _permutation(self._key, np.asarray(epoch), self.num_examples)
         for index in range(first, self.num_batches):
             yield Batch(self.example, order, index)
 
@@ -210,7 +210,7 @@ def make_stream(
     return IterableStream(data, name)
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@quickly  # A sort takes long to compile.
 def _permutation(key: Key[Array, ""], epoch: ScalarLike, num_examples: int) -> Array:
     return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
 
