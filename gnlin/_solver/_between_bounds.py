@@ -11,8 +11,6 @@ from .._common import _tree
 from .._common._checks import forwards_only
 from .._linearisation._bounds import Box
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
-from .._subproblem import ProxLinear
 
 
 # The most faces that one step follows. With more parameters than that, many are held at a
@@ -36,14 +34,14 @@ Inverse = Callable[[], Float[Array, "p p"]]
 
 
 def between_bounds(
-    objective: AbstractObjective,
+    decrease: Callable[[PyTree[Array]], Scalar],
     lin: Linearisation,
     step: PyTree[Array],
     again: Again | None = None,
     inverse: Inverse | None = None,
 ) -> tuple[PyTree[Array], Scalar]:
     """Return a step within the box of the linearisation, and the decrease of the
-    linearised objective.
+    linearised objective, which is a function of the step.
 
     The step is followed until a parameter reaches its bound and is held there. The
     linearised problem is then solved again for the other parameters and its step is
@@ -63,8 +61,6 @@ def between_bounds(
     """
     box, point = lin.box, lin.point
     assert box is not None
-
-    predicted = ProxLinear(lin.jacobian, lin.outputs, objective).decrease
 
     def next_face(path: _Path) -> _Path:
         ahead = jax.tree.map(jnp.subtract, path.target, path.step)
@@ -102,7 +98,7 @@ def between_bounds(
         target = step if again is None else followed(with_all_held, _MOST_ROUNDS).target
         ends = box.followed(point, step)[0], lin.moved(target)
         one, other = (jax.tree.map(jnp.subtract, y, point) for y in ends)
-        jams = predicted(one) >= predicted(other)
+        jams = decrease(one) >= decrease(other)
         if again is None:
             return _tree.where(jams, one, other)
         # Some of the parameters that were held at once may be free once the others are
@@ -115,7 +111,7 @@ def between_bounds(
         return _tree.where(unsolved, path.step, path.target)
 
     step = jax.lax.cond(box.is_left(point, step), bent, lambda: step)
-    return step, predicted(step)
+    return step, decrease(step)
 
 
 class _FlatPath(NamedTuple):

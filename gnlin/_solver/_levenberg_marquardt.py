@@ -250,13 +250,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         def bounded(step: PyTree[Array], damping: Scalar) -> tuple[PyTree[Array], Scalar]:
             def again(lin: Linearisation) -> PyTree[Array]:
-                problem = problem_of(self.form, objective, lin)
                 # One damping on each face does not pay for a factorisation in two stages.
-                once = measured.chosen(problem, Tikhonov(kind.damping), 1, method)
+                on_face = problem_of(self.form, objective, lin)
+                once = measured.chosen(on_face, Tikhonov(kind.damping), 1, method)
                 return once.solve(InexactTikhonov(damping)).step
 
             of_damping = None if inverse is None else functools.partial(inverse, damping)
-            return between_bounds(objective, lin, step, again, of_damping)
+            return between_bounds(problem.decrease, lin, step, again, of_damping)
 
         in_memory = problem if scaling != "identity" else None
         assert not isinstance(in_memory, ProxLinear)

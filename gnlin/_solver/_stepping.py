@@ -150,7 +150,8 @@ def take_step(
     solved = answer.result == optx.RESULTS.successful
     if lin.box is not None:
         step = _tree.cast_like(step, y)
-        step, _ = between_bounds(objective, lin, step, again)
+        decrease = ProxLinear(lin.jacobian, lin.outputs, objective).decrease
+        step, _ = between_bounds(decrease, lin, step, again)
     found, stuck = None, jnp.array(False)
     search = safeguard(search, objective)
     if search is not None:
