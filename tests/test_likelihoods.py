@@ -1109,3 +1109,30 @@ def test_a_fit_of_counts_from_afar_does_not_run_off_to_infinity():
         fit = gnlin.curve_fit(log_rate, x, counts, start, loss=gnlin.losses.PoissonNLL())
         assert fit.parameters["r"] > 0.5
         assert fit.num_steps < 25
+
+
+def test_a_bound_that_is_never_active_does_not_change_the_steps():
+    """The linearised rates are negative along some steps, where Poisson's loss is
+    infinite."""
+    t = 0.2 * (np.arange(64) + 0.5)
+    response = np.exp(-0.5 * ((t - 1.5) / 0.15) ** 2)
+    response = response / np.sum(response)
+    delays = np.subtract.outer(np.arange(64), np.arange(64))
+    convolution = np.where(delays >= 0, response[delays], 0)
+
+    def lifetime(p, t):
+        decay = jnp.exp(-t / p["tau"]) / p["tau"]
+        return p["N"] * 0.2 * (convolution @ decay) + p["b"]
+
+    truth = {"N": 3000.0, "tau": 0.86, "b": 0.3}
+    counts = np.random.default_rng(4).poisson(lifetime(truth, t))
+    start, loss = (
+        {"N": 500.0, "tau": 2.0, "b": 0.5},
+        gnlin.losses.PoissonNLL(log_input=False),
+    )
+    free, bounded = (
+        gnlin.curve_fit(lifetime, t, counts, start, loss=loss, bounds=bounds)
+        for bounds in (None, {"N": (0, 1e6)})
+    )
+    assert bounded.num_steps == free.num_steps < 60
+    np.testing.assert_allclose(bounded.deviance, free.deviance, rtol=1e-12)

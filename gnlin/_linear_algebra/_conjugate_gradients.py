@@ -149,7 +149,7 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             direction = _tree.where(it.looks, z, conjugate)
             size = _tree.norm(residual)
             num_steps = it.num_steps + jnp.where(sound & ~it.looks, 1, 0)
-            ends = ~sound | ~(size > target) | (num_steps >= max_steps)
+            ends = ~sound | ~(size > target)
             halved = size <= it.seen / 2
             return _Iterate(
                 x,
