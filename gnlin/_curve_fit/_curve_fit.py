@@ -30,7 +30,7 @@ from ._likelihood import (
     without_empty,
 )
 from ._made import as_curve_fit
-from ._parameters import as_start, limits, parted
+from ._parameters import as_start, check_shared, limits, parted
 from ._problem import FitSettings, flat_box
 from ._program import fitted
 from ._result import CurveFit
@@ -78,6 +78,7 @@ def curve_fit(
     - `y`: the data, of the shape that `f` returns; or `None` if `x` yields parts of the
         data, tuples `(x, y)` or `(x, y, sigma)`. With one more leading axis, `y` is
         several data sets: one program fits them all, and every result has this axis too.
+        They have the same x and the same bounds.
     - `start`: the first parameters: a pytree of numbers and arrays, such as a dictionary.
         With several data sets, each may have its own start, on a leading axis of every
         parameter.
@@ -86,12 +87,12 @@ def curve_fit(
         several data sets with bounds or with an `f` that has loops, the default uses a
         damping rule with few trials, [`gnlin.damping.Nielsen`][].
     - `sigma`: the standard deviations of y, as one number or in the structure and shapes
-        of `y` (of one data set or of all); or the m x m covariance of y. For m data sets
-        of m points add an axis to the covariance, `covariance[None]`. Its rows are in the
-        order of the flattened y, in which the keys of a dictionary are sorted and a
-        complex number is its real and then its imaginary part. By default all standard
-        deviations are equal and unknown. A point of infinite `sigma` is left out,
-        whatever its y.
+        of `y` (of one data set or of all; an n x 1 array is one number for each of n data
+        sets); or the m x m covariance of y. For m data sets of m points add an axis to
+        the covariance, `covariance[None]`. Its rows are in the order of the flattened y,
+        in which the keys of a dictionary are sorted and a complex number is its real and
+        then its imaginary part. By default all standard deviations are equal and unknown.
+        A point of infinite `sigma` is left out, whatever its y.
     - `sigma_x`: the standard deviations of x, if x was measured too: one number, or a
         pytree like `x`, with 0 for an exact x. The true x are then fitted as well, with
         $\frac12((x - x_i)/\sigma_{x,i})^2$ added to the objective (orthogonal distance
@@ -121,9 +122,11 @@ def curve_fit(
         factor; $\rho''$ is the expected second derivative for gnlin's counts and
         successes, and the observed one for other losses.
     - `starts`: the number of starts: `start` and points of a Sobol sequence between the
-        bounds, which must be finite. The best fit is returned.
+        bounds, which must be finite. The best fit is returned. If a
+        warning says that it has not converged, continue by `start=fit.parameters`.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
-        `"omit"` the points and their rows and columns of a covariance.
+        `"omit"` the points and their rows and columns of a covariance. One of several
+        data sets without any point has NaN as parameters.
     - `max_steps`: the maximum number of outer steps. If the scale of a robust loss is
         estimated, this limits their sum over the rounds, of which the first, by squared
         error, takes at most half.
@@ -196,6 +199,8 @@ def curve_fit(
         check_targets(loss, data, axes, values.tree)
         loss, data = without_empty(loss, data)
     many, number = values.many, len(data.y)
+    if many:
+        check_shared(bounds, free, number, values.has_starts)
     each_start = [free]
     if values.has_starts:
         each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(number)]

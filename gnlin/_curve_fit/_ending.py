@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Bool
 
@@ -96,7 +95,9 @@ def _underflows(fit: "CurveFit") -> bool:
     """Whether the loss is zero only because the squares of the residuals underflow."""
     if fit._setting.likelihood is not None or float(fit._end.loss) != 0:
         return False
-    if fit._data is None or fit.residuals is None:  # read in parts
+    if fit._data is None or fit.residuals is None or not np.any(fit._data.y):
+        # The data were read in parts, or they are all zero and a curve that reaches them
+        # is a success, however small the rounding that is left.
         return result_name(fit.result) == "stagnation"
     return bool(np.max(np.abs(fit.residuals)) > rounding(fit._data))
 
@@ -199,6 +200,12 @@ def complaint(fit: "CurveFit") -> str:
             "and use `gnlin.losses.PoissonNLL()`."
         )
     if failure := _failure(fit):
+        if fit.losses is not None:
+            return (
+                f"`gnlin.curve_fit`: the best of {fit.losses.size} starts has not "
+                f"converged, so that its errors are not those of a minimum ({failure}): "
+                "continue from it by `start=fit.parameters`."
+            )
         return f"`gnlin.curve_fit` has not converged: {failure}."
     if fit._setting.is_robust:
         are_all = bool(np.isnan(fit._end.variance))
@@ -251,12 +258,12 @@ def _some(fit: "CurveFit", of: Callable) -> str:
 
 def _complaint_of_many(fit: "CurveFit") -> str:
     end, are_separated = fit._end, _are_separated(fit)
+    are_empty = np.asarray(end.is_empty)
     which = {
-        "have not converged (see `fit.result`)": np.asarray(
-            fit.result != optx.RESULTS.successful
-        ),
+        "have no data, and NaN as parameters": are_empty,
+        "have not converged (see `fit.converged`)": ~fit.converged & ~are_empty,
         "do not determine all parameters (see infinite `fit.standard_errors`)": (
-            ~are_determined(fit)
+            ~are_determined(fit) & ~are_empty
         ),
         "have successes that the curve separates from failures, so that their "
         "likelihood has no maximum": are_separated,

@@ -245,20 +245,31 @@ def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
         are_own = any(s.shape not in ((), one.shape) for s, one in pairs)
         likes = jax.tree.leaves(tree) if are_own else ones
         each = zip(leaves, ones, likes, strict=True)
-        if all(s.shape in ((), one.shape, like.shape) for s, one, like in each):
+        if all(
+            s.shape in ((), one.shape, like.shape)
+            or (values.many and s.shape == _of_sets(like))
+            for s, one, like in each
+        ):
             whole = structure.unflatten(list(map(broadcast, leaves, likes)))
             return Values(whole, are_own).flat(), are_own
     one_for_all = "1 x " if y.shape == (m, m) else ""
+    of_each = f"or {jax.tree.map(_of_sets, tree)} for one number of each data set, "
+    of_each *= values.many
     order = " (of a dictionary in the order of the sorted keys)"
     order *= structure != jax.tree.structure(0)
     if any(map(jnp.iscomplexobj, jax.tree.leaves(tree))):
         order += " (with the real and the imaginary part of each point in turn)"
     raise ValueError(
         "`sigma` must be one number, have the shape of `y`, "
-        f"{jax.tree.map(jnp.shape, tree)}, or be the {one_for_all}{m} x {m} covariance "
-        f"of the flattened `y`{order}, but has the "
+        f"{jax.tree.map(jnp.shape, tree)}, {of_each}or be the {one_for_all}{m} x {m} "
+        f"covariance of the flattened `y`{order}, but has the "
         f"shape {jax.tree.map(jnp.shape, sigma)}."
     )
+
+
+def _of_sets(y: Array) -> tuple[int, ...]:
+    """Return the shape that holds one number for each data set."""
+    return (*y.shape[:1], *(1,) * (y.ndim - 1))
 
 
 def _is_array(value: Any) -> bool:

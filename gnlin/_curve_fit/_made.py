@@ -34,8 +34,10 @@ def as_curve_fit(
     if history is not None and not is_traced((steps, history)):
         columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
         found |= {"history": History(columns)}
+    failed = end.is_empty if setting.many else None
     if is_traced(end.loss):  # No warning can be given, so a failed fit returns NaN.
-        failed = jnp.isnan(end.loss)
+        failed = jnp.isnan(end.loss) | end.is_empty
+    if failed is not None:
         nan = lambda p: jnp.where(
             jnp.expand_dims(failed, range(failed.ndim, p.ndim)), jnp.nan, p
         )

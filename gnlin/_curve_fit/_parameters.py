@@ -109,6 +109,23 @@ def limits(bounds: Any, start: PyTree) -> Any:
     return jax.tree.map(lambda b: as_floats(b, "bounds"), bounds)
 
 
+def check_shared(
+    bounds: Any, start: PyTree[Array], number: int, has_starts: bool
+) -> None:
+    """Raise an error if bounds have an axis over data sets, of this number.
+
+    - `has_starts`: whether `start` has that axis, too.
+    """
+    shapes = [leaf.shape[has_starts:] for leaf in jax.tree.leaves(start)]
+    for bound in jax.tree.leaves(bounds):
+        if bound.shape not in ((), *shapes) and bound.shape[:1] == (number,):
+            raise ValueError(
+                "All data sets have the same `bounds`, but an array of bounds has an "
+                "axis over them: where each has its own, take `jax.vmap(lambda y, low, "
+                "high: gnlin.curve_fit(f, x, y, start, bounds=(low, high)).parameters)`."
+            )
+
+
 def _ends(bounds: Mapping, start: Mapping) -> tuple[dict, dict]:
     """Return the lower ends and the upper ends of bounds by name."""
     check_names(bounds, start, "to have bounds")

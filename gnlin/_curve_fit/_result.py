@@ -108,8 +108,9 @@ class CurveFit(eqx.Module):
             return "CurveFit(traced)"
         if self._setting.many:
             number = self.chi_squared.shape[0]
-            well = int(np.sum(np.asarray(self.result == optx.RESULTS.successful)))
-            poorly = int(np.sum(~are_determined(self)))
+            well = int(np.sum(self.converged))
+            empty = np.asarray(self._end.is_empty)
+            poorly = int(np.sum(~are_determined(self) & ~empty))
             others = f", {poorly} do not determine all parameters" if poorly else ""
             sets = how_many(number, "data set")
             return f"CurveFit({sets}, {well} of them converged{others})"
@@ -125,6 +126,13 @@ class CurveFit(eqx.Module):
         if data is not None:
             curve = curve.on(self._start, setting.fixed, data.x)
         vars(self)["_setting"] = setting._replace(curve=curve)
+
+    @property
+    def converged(self) -> Any:
+        """Whether the run has converged. With several data sets this is an array, so that
+        `fit.parameters["rate"][fit.converged]` are those that have."""
+        flags = self.result == optx.RESULTS.successful
+        return flags if is_traced(flags) else np.asarray(flags)
 
     @property
     def reason(self) -> str:

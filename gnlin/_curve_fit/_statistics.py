@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Float, Int, PyTree, Scalar
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common import _tree
 from .._common._tree import ravel_pytree
@@ -59,7 +59,13 @@ class Fitted(NamedTuple):
     def judged(self, result: optx.RESULTS) -> optx.RESULTS:
         """Return how the run ended, given the result of the solver."""
         has_converged = (result == STANDS_STILL) & (self.distance <= NEAR)
-        return optx.RESULTS.where(has_converged, optx.RESULTS.successful, result)
+        result = optx.RESULTS.where(has_converged, optx.RESULTS.successful, result)
+        return optx.RESULTS.where(self.is_empty, optx.RESULTS.nonfinite, result)
+
+    @property
+    def is_empty(self) -> Bool[Array, "*sets"]:
+        """Whether all points are missing, as in one of several data sets."""
+        return jnp.asarray(self.num_points == 0)
 
 
 def as_fitted(
@@ -236,7 +242,8 @@ class Misfit(NamedTuple):
         totals = Totals(
             number,
             chi_squared=dot(residuals, residuals),
-            squares=dot(outputs, outputs) + dot(expected, expected),
+            outputs=dot(outputs, outputs),
+            targets=dot(expected, expected),
             pull=dot(pull, pull),
             slopes=jnp.sum(slopes),
             squared_slopes=dot(slopes, slopes),

@@ -18,6 +18,8 @@ from ._problem import FitSettings, flat_box
 # A parameter has no effect if, moved by its standard error, it changes the curve by less
 # than this part of the change that the linearisation predicts.
 UNMOVED = 1e-6
+# Outputs below this multiple of the rounding of the first ones are zero.
+_ROUNDINGS = 100
 # Only parameters whose standard error exceeds this part of their value are tested.
 _ASKED = 0.1
 # The most parts of a direction that its description names, if there are few arrays.
@@ -53,7 +55,7 @@ class Totals(NamedTuple):
 
     - `num_points`: the number of entries of y that are not missing.
     - `chi_squared`: the squared residuals.
-    - `squares`: the squared outputs and the squared targets.
+    - `outputs`, `targets`: the squared outputs, and the squared targets.
     - `pull`: the squared derivatives of the loss.
     - `slopes`, `squared_slopes`: its second derivatives, and their squares.
     - `noise`: estimates of the noise, times their numbers of points; or 0.
@@ -62,7 +64,8 @@ class Totals(NamedTuple):
 
     num_points: Scalar
     chi_squared: Scalar
-    squares: Scalar
+    outputs: Scalar
+    targets: Scalar
     pull: Scalar
     slopes: Scalar
     squared_slopes: Scalar
@@ -78,10 +81,14 @@ def doubts(
 ) -> Doubts:
     """Return the doubts, which do not depend on the parameters' units."""
     y, first = (ravel_pytree(x)[0] for x in (parameters, start))
-    norms, size = _tree.column_norms(jacobian), jnp.sqrt(totals.squares)
+    norms, size = _tree.column_norms(jacobian), jnp.sqrt(totals.outputs + totals.targets)
     noise = jnp.sqrt(totals.chi_squared / jnp.maximum(totals.num_points - y.size, 1))
     eps = jnp.finfo(norms.dtype).eps
     own = jnp.maximum(jnp.abs(y), jnp.abs(first))
+    # If all of y is zero, the outputs that are left may be rounding of the first ones.
+    first_size = jnp.linalg.norm(jnp.where(jnp.isfinite(norms), norms, 0) * own)
+    is_zero = (totals.targets == 0) & (size <= _ROUNDINGS * eps * first_size)
+    size = jnp.where(is_zero, first_size, size)
     is_rounding = (first != 0) & (norms * own <= eps * size)
     units = jnp.where(norms > 0, norms, 1)
     errors = jnp.maximum(noise, eps**0.5 * size) / units

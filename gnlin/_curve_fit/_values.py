@@ -1,5 +1,6 @@
 """The meaning of y: one data set or several, by the shapes that the curve returns."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -165,12 +166,34 @@ def _refuse(
         hint = ": return the values in the structure of `y`, such as the array itself"
     elif structure == of_curve and [shape[::-1] for shape in of_y] == found:
         hint = ": transpose one of them, by `.T`"
+    elif structure == of_curve and (hint := _of_sets(of_y, found)):
+        pass
     elif [_long(shape) for shape in of_y] == [_long(shape) for shape in found]:
         hint = ": flatten the one with more axes, by `.ravel()`"
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
         f"{_tree.shapes_in_words(tree)}, but has {_tree.shapes_in_words(out)}{hint}."
     )
+
+
+def _of_sets(of_y: list, of_curve: list) -> str:
+    """Return how to give y one leading axis over data sets, if it has several, or has it
+    last; or ""."""
+    pairs = [
+        (y, one)
+        for y, one in zip(of_y, of_curve, strict=True)
+        if one and len(y) > len(one)
+    ]
+    if len(pairs) < len(of_y):
+        return ""
+    if all(y[-len(one) :] == one and math.prod(y) > math.prod(one) for y, one in pairs):
+        rows = ", ".join(map(str, pairs[0][1]))
+        return f": give data sets one leading axis, by `y.reshape(-1, {rows})`"
+    first, one = pairs[0]
+    if all(y[: len(one)] == one and len(one) == 1 for y, one in pairs):
+        how = "y.T" if len(first) == 2 else f"y.reshape({one[0]}, -1).T"
+        return f": the axis over data sets must be the first one, as of `{how}`"
+    return ""
 
 
 def _of_one_set(free: PyTree, number: tuple[int, ...]) -> PyTree:

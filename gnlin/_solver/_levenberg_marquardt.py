@@ -314,6 +314,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             left=as_tree(tried.step),
             problem=trials.problem,
             searched=True,
+            attainable=trials.attainable,
             stuck=finite & ~found,
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite

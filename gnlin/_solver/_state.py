@@ -221,6 +221,8 @@ class Update(eqx.Module):
     - `terminate`: whether to end the run as a success, whatever the gradient. It has no
         effect across batches.
     - `result`: any value other than `successful` ends the run.
+    - `attainable`: the largest decrease of the objective that the linearisation predicts
+        of any step; `None` if it is not known.
     """
 
     y: PyTree[Array]
@@ -239,6 +241,7 @@ class Update(eqx.Module):
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
+    attainable: Scalar | None = None
 
 
 def checked(solver: str, update: Any, lin: Linearisation, state: State) -> Update:

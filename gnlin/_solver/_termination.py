@@ -123,6 +123,11 @@ def verdict(
         outputs = jax.tree.map(jnp.subtract, then, zeros)
         size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
         small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
+    if update.problem is not None and update.attainable is not None:
+        # So does a step with which rounding hides all that could be gained. In single
+        # precision, poorly determined parameters of a fit move by more than the
+        # tolerances for ever.
+        small |= quiet & (update.attainable <= rounding)
     # After a search whose step moves nothing, the next linearisation would be this one.
     more = jnp.where(moves, 1, _MOST_STILL) if update.searched else 1
     more = jnp.where(on_detour, 0, more)
