@@ -55,7 +55,7 @@ def test_steps_of_all_rounds_are_counted():
     assert num_compiled(lambda: fit.confidence_intervals(names="k")) == 0
 
 
-@pytest.mark.parametrize("most", [1, 3, 15, 40])
+@pytest.mark.parametrize("most", [1, 3, 15, 30])
 def test_max_steps_limits_their_sum(most):
     y = data()
     each, _ = literally(y)
