@@ -126,7 +126,8 @@ def fit(
         [`gnlin.solve`][].
 
     **Returns:** a [`gnlin.Solution`][]. Non-finite numbers and divergence end the run at
-    the last finite point, with a warning; so does Ctrl-C.
+    the last finite point, with a warning; so does Ctrl-C. If a loader or a callback
+    raises an error, its attribute `solution` is the result so far.
 
     **Raises:** `ValueError` if an argument makes no sense; [`gnlin.CheckpointError`][],
     before training, if a checkpoint cannot be written, is damaged, or belongs to another
@@ -289,14 +290,15 @@ def fit(
         validate_every,
         checkpoint,
     )
-    run.train(resume)
+    hand_over = lambda solution: on_mesh(solution, mesh)
+    run.train(resume, hand_over)
     solution = run.as_solution()
     complaint = run.complaint
     if evaluation is not None and evaluation.fault:
         complaint += f" The validation data are not finite. {evaluation.fault}"
     if complaint:
         warnings.warn(complaint.strip(), stacklevel=2)
-    return on_mesh(solution, mesh)
+    return hand_over(solution)
 
 
 def _as_list(callbacks: Any) -> list[Callback]:

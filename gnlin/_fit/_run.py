@@ -1,7 +1,7 @@
 """The training loop on the host: steps, history and callbacks."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from types import MappingProxyType
 
 import jax.numpy as jnp
@@ -12,31 +12,23 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import join, split
 from .._common._history import COLUMNS, columns_of, History
 from .._common._identity import as_numpy
-from .._training._ending import (
-    after_batches,
-    explains_little,
-    group_at_fault,
-    in_words,
-    why_it_failed,
-)
+from .._training._ending import after_batches, in_words, why_it_failed
 from .._training._messages import result_name, WELL
 from .._training._model import Frozen
 from .._training._solution import on_host, Solution
 from .._training._statistics import first_of
-from .._training._step import Carry, checked_outputs, StepSettings
+from .._training._step import Carry, StepSettings
 from ..callbacks import Callback, Run as AbstractRun
+from ._broken import explained, told
 from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
 from ._ready import ready, refreshed
 from ._saver import described_run, Saver
 from ._snapshot import CallbackState, give_back, like_array, Now, Snapshot, state_of
 from ._step import as_handed_out, Compiled, step
-from ._stream import ArrayStream, DataEnded, IterableStream
+from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
-
-
-# After this many epochs and steps, a run on batches is judged by what it explains.
-_EPOCHS_JUDGED, _STEPS_JUDGED = 10, 100
+from ._verdict import data_at_fault, doubt_of_model
 
 
 class _Stopped(Exception):
@@ -61,7 +53,8 @@ class Run(AbstractRun):
     ):
         self._setting, self._frozen = setting, frozen
         arrays, self._static = split(as_handed_out(carry))
-        self._now = Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
+        seen = None if checkpoint is None else stream.seen
+        self._now = Now(0, 0, 0, [jnp.asarray(x) for x in arrays], seen)
         self._stream = stream
         self._num_epochs = epochs
         self._num_steps = steps
@@ -157,11 +150,19 @@ class Run(AbstractRun):
 
     def _tell(self, event: str) -> None:
         for callback in self._told:
-            getattr(callback, event)(self)
+            with told(f"in `{type(callback).__qualname__}.{event}`"):
+                getattr(callback, event)(self)
 
-    def train(self, resume: bool) -> None:
-        if self._saver is not None:
-            self._saver.start(resume)
+    def train(self, resume: bool, hand_over: Callable[[Solution], Solution]) -> None:
+        """Make all steps. The solution, after `hand_over`, is added to errors."""
+        saver = self._saver
+        with nullcontext() if saver is None else saver.alone():
+            if saver is not None:
+                saver.start(resume)
+            with explained(self, saver, hand_over):
+                self._train_to_the_end()
+
+    def _train_to_the_end(self) -> None:
         self._tell("on_start")
         self._settle()
         try:
@@ -174,14 +175,14 @@ class Run(AbstractRun):
                 self._save()
                 if self._validation is not None and np.isnan(self.row["validation_loss"]):
                     self._validate()
-            except KeyboardInterrupt:
+            except BaseException as error:
                 self._rows.cut(self.step)
                 self._save()
+                self._reason = f"step {self.step}: {type(error).__name__}"
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
                 self._reason = f"step {self.step}: interrupted"
                 self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
-            except BaseException:
-                self._save()
-                raise
         finally:
             self._tell("on_end")
 
@@ -213,25 +214,36 @@ class Run(AbstractRun):
         Each step is started before the previous one is recorded, so that host and device
         work at the same time.
         """
-        now, row, whole = self._now, None, True
-        for batch in self._stream.epoch(now.epoch, now.index):
-            arrays, _ = split(batch.arrays(now.step))
-            # Batches of an iterable may differ in structure.
-            if self._advance is None or isinstance(self._stream, IterableStream):
-                like = self._carry(), batch.arrays(0)
-                self._advance = Compiled(step, (self._setting,), *like)
-            new, new_row = self._advance(now.arrays, arrays)
+        now, row = self._now, None
+        batches = self._stream.epoch(now.epoch, now.index, now.seen)
+        # Stop before asking for another batch, which may take long.
+        while self.left(now) > 0:
+            try:
+                with told(f"at batch {now.index} of epoch {now.epoch}"):
+                    batch = next(batches, None)
+                    started = None if batch is None else self._started(now, batch)
+            except Exception:
+                if row is not None:
+                    self._record_step(now, row)
+                raise
             if row is not None:
                 self._record_step(now, row)
-            now = Now(now.step + 1, now.epoch, now.index + 1, new)
-            row = new_row
-            # Stop before asking for another batch, which may take long.
-            if self.left(now) <= 0:
-                whole = now.index == self._stream.num_batches
-                break
-        if row is not None:
-            self._record_step(now, row)
-        return whole
+            if started is None:
+                return True
+            now, row = started
+        assert row is not None
+        self._record_step(now, row)
+        return now.index == self._stream.num_batches
+
+    def _started(self, now: Now, batch: Batch) -> tuple[Now, Array]:
+        """Start a step; return the position after it, and its row of the history."""
+        arrays, _ = split(batch.arrays(now.step))
+        # Batches of an iterable may differ in structure.
+        if self._advance is None or isinstance(self._stream, IterableStream):
+            like = self._carry(), batch.arrays(0)
+            self._advance = Compiled(step, (self._setting,), *like)
+        new, row = self._advance(now.arrays, arrays)
+        return Now(now.step + 1, now.epoch, now.index + 1, new, batch.seen), row
 
     def _record_step(self, now: Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""
@@ -280,11 +292,8 @@ class Run(AbstractRun):
         setting, carry, at_fault = self._setting, self._carry(), ""
         self.result = carry.solver_state.result
         if self.result == optx.RESULTS.nonfinite:
-            model = carry.parameters, carry.model_state
-            check = lambda batch: checked_outputs(setting, *model, batch)
-            at_fault = self._stream.at_fault(check) or group_at_fault(
-                setting, carry, self._stream.example, self.step, self.row
-            )
+            given = setting, self._stream, carry, self.step, dict(self.row)
+            at_fault = data_at_fault(*given)
         why = why_it_failed(setting, carry, self.step)
         self._reason = in_words(result_name(self.result), self.step, why)
         said = f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}"
@@ -298,32 +307,20 @@ class Run(AbstractRun):
             if carry.watch is not None and carry.watch.diverges:
                 self._now = self._now._replace(arrays=split(carry)[0])
                 self._fail()
-        doubt = after_batches(self._setting, self.history, made_all=not self._reason)
-        self.complaint = doubt or f"{self.complaint} {self._doubt()}".strip()
-
-    def _doubt(self) -> str:
-        """Return a sentence if the model explains little of the targets, or "". A run on
-        batches is judged by its best epoch, if it was not short."""
-        setting, stream, carry = self._setting, self._stream, self._carry()
+        doubt = after_batches(setting, self.history, made_all=not self._reason)
         failed = result_name(self.result) in ("nonfinite", "nonlinear_divergence")
-        if failed or not isinstance(stream, ArrayStream):
-            return ""
-        given = "fit", setting, stream.example
-        if not setting.streaming:
-            if not carry.solver_state.is_over:
-                return ""
-            return explains_little(*given, float(carry.loss), "start elsewhere")
-        if self.epoch < _EPOCHS_JUDGED or self.step < _STEPS_JUDGED:
-            return ""
-        epochs, losses = self.history["epoch"].astype(int), self.history.loss
-        best = np.min(np.bincount(epochs, losses) / np.bincount(epochs))
-        return explains_little(*given, float(best), "train for longer")
+        if not (doubt or failed):
+            given = self._stream, self._carry(), self.epoch, self.history
+            self.complaint = f"{self.complaint} {doubt_of_model(setting, *given)}".strip()
+        self.complaint = doubt or self.complaint
 
     def _validate(self) -> None:
         assert self._validation is not None
         if self._rows:
             state = self._state_for_inference()
-            self._rows.amend(self._validation.look(self._now.arrays, state, self.epoch))
+            with told("in the validation"):
+                own = self._validation.look(self._now.arrays, state, self.epoch)
+            self._rows.amend(own)
             self._tell("on_validation")
 
     def _save(self) -> None:

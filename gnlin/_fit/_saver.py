@@ -1,7 +1,7 @@
 """Saving and resuming a run."""
 
 import time
-import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,11 @@ from jaxtyping import PyTree
 
 from .._common._identity import checksum, described, described_by_field, described_by_leaf
 from .._common._sharding import Places
+from .._common._warn import warn
 from .._training._step import StepSettings
 from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError, Fault
+from ._lock import alone_in
 from ._snapshot import pack, Snapshot, unpack
 from ._step import Compiled, step
 from ._stream import ArrayStream, IterableStream
@@ -70,8 +72,14 @@ class Saver:
         self._folder = Path(checkpoint.folder).expanduser()
         self._saved: tuple[int, ...] = ()  # the run's position in the latest checkpoint
         self._saved_at = time.monotonic()
+        self._failed = -1  # the step whose checkpoint could not be written
+        self.path: Path | None = None  # the latest checkpoint
         # Kept because callbacks are restored later, after they have started.
         self._resumed: tuple[Path, Snapshot] | None = None
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Exclude other runs from the folder."""
+        return alone_in(self._folder)
 
     def start(self, resume: bool) -> None:
         """Check that a checkpoint can be written, and resume from the latest if asked."""
@@ -87,6 +95,7 @@ class Saver:
         if latest is not None:
             snapshot = self._load(latest)
             self._resumed, self._saved = (latest, snapshot), snapshot.now[:3]
+            self.path = latest
 
     def _load(self, path: Path) -> Snapshot:
         try:
@@ -126,12 +135,11 @@ class Saver:
         # Another version of JAX has other programs, which cannot be compared.
         is_other_jax = there.get("jax") not in (None, here["jax"])
         if is_other_jax and here.keys() & differing <= {"jax", "step"}:
-            warnings.warn(
+            warn(
                 f"{path} was written with jax {there['jax']}, and here it is "
                 f"{here['jax']}: the run is resumed, but its numbers may differ in "
                 "rounding. Whether the numbers of an optimiser, and the code of the "
-                "model, the loss and `augment`, are the same is not known.",
-                stacklevel=6,
+                "model, the loss and `augment`, are the same is not known."
             )
             return
         name = differing[0]
@@ -158,7 +166,7 @@ class Saver:
         )
 
     def is_due(self, number: int) -> bool:
-        if self._saved and number == self._saved[0]:
+        if number == self._failed or (self._saved and number == self._saved[0]):
             return False
         every_steps = self._checkpoint.every_steps
         every_seconds = self._checkpoint.every_seconds
@@ -169,20 +177,27 @@ class Saver:
 
     def save(self) -> bool:
         """Write a checkpoint if the run has moved or ended since the last; return whether
-        one was written. If writing fails, warn and let the run continue."""
+        one was written. If writing fails, warn and let the run continue. No step is tried
+        twice."""
         settled = self._run.settled
-        if settled.now[:3] == self._saved and not settled.reason:
+        step = settled.now.step
+        if step == self._failed or (
+            settled.now[:3] == self._saved and not settled.reason
+        ):
             return False
         try:
             self._write()
         except CheckpointError as error:
-            warnings.warn(f"{error} The run continues without it.", stacklevel=5)
-            self._saved_at = time.monotonic()
+            left = "there is no earlier one"
+            if self.path is not None:
+                left = f"the latest is {self.path.name}"
+            warn(f"{error} The run continues without it; {left}.")
+            self._failed, self._saved_at = step, time.monotonic()
             return False
         return True
 
     def _write(self) -> None:
         settled, keep = self._run.settled, self._checkpoint.keep
         packed = pack(settled, self._run.table(), self._settings)
-        _checkpoint.save(self._folder, settled.now.step, *packed, keep)
+        self.path = _checkpoint.save(self._folder, settled.now.step, *packed, keep)
         self._saved, self._saved_at = settled.now[:3], time.monotonic()

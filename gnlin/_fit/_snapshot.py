@@ -14,6 +14,7 @@ from .._common._identity import as_numpy
 from .._training._messages import result_name, RESULT_NAMES
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, Fault
+from ._stream import Seen
 
 
 class CallbackState(NamedTuple):
@@ -31,6 +32,7 @@ class Now(NamedTuple):
     epoch: int
     index: int  # of the next batch in the epoch
     arrays: list[Any]  # of the carry
+    seen: Seen | None = None  # of the user's batches
 
 
 class Snapshot(NamedTuple):
@@ -51,7 +53,7 @@ def pack(
     - `table`: the history.
     - `settings`: a description of the run.
     """
-    (step, epoch, index, carry), result, reason, states = snapshot
+    (step, epoch, index, carry, seen), result, reason, states = snapshot
     arrays = {f"carry_{i}": as_numpy(x) for i, x in enumerate(carry)}
     callbacks = []
     for i, (name, paths, leaves) in enumerate(states):
@@ -62,6 +64,7 @@ def pack(
         "step": step,
         "epoch": epoch,
         "index": index,
+        "seen": seen,
         "result": result_name(result),
         "reason": reason,
         "callbacks": callbacks,
@@ -79,7 +82,9 @@ def unpack(
             leaves = [arrays[_leaf(i, j)] for j in range(len(paths))]
             callbacks.append(CallbackState(name, paths, leaves))
         carry = [x for name, x in arrays.items() if name.startswith("carry_")]
-        now = Now(meta["step"], meta["epoch"], meta["index"], carry)
+        seen = meta.get("seen")  # Earlier files have none, and are not compared.
+        seen = None if seen is None else Seen(*map(str, seen))
+        now = Now(meta["step"], meta["epoch"], meta["index"], carry, seen)
         if meta["result"] not in RESULT_NAMES:
             raise ValueError(meta["result"])
         result = getattr(optx.RESULTS, meta["result"])

@@ -1,6 +1,7 @@
 """The sources of batches: arrays, shuffled in each epoch, or the user's iterable."""
 
 import itertools
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,13 +12,25 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._common._checks import check_takes
-from .._common._identity import checksum, named
+from .._common._identity import as_numpy, checksum, named
 from .._common._quickly import quickly
+from .._common._warn import warn
 from .._training._data import a_kind_of, as_batch, as_tuple, not_finite
 from .._training._residuals import GroupsByName, where_not_finite
 
 
 Data = tuple[PyTree[Array], PyTree[Array], Array | None]
+
+# The most numbers of an array that enter the checksum of a batch: its first examples
+# distinguish it from others, and large ones would take long.
+_MOST_COMPARED = 2**16
+# This is a warning, not an error, because a loader that draws its order itself could not
+# be resumed at all, and the steps so far would be lost.
+_OTHER_BATCHES = (
+    "The data do not yield the batches that the interrupted run took, so the resumed run "
+    "goes on with others, and differs from an uninterrupted one: pass a function of the "
+    "epoch, such as `lambda epoch: batches(np.random.default_rng(epoch))`."
+)
 
 
 class Batch(NamedTuple):
@@ -26,10 +39,25 @@ class Batch(NamedTuple):
     data: Data
     order: Array | None = None  # the shuffled order of all examples in the epoch
     index: int = 0  # of the batch in that order
+    seen: "Seen | None" = None  # of the batches up to this one
 
     def arrays(self, number: int) -> tuple:
         """Return the arguments of the compiled step of this number."""
         return self.data, self.order, np.array([self.index, number], np.int32)
+
+
+class Seen(NamedTuple):
+    """Checksums of the user's batches, by which a resumed run compares its own."""
+
+    start: str = (
+        ""  # of the first batch of the epoch, or of the run if that is a function
+    )
+    epoch: str = ""  # of the batches of the epoch so far
+
+    def after(self, batch: Data, is_start: bool) -> "Seen":
+        own = _checksum(batch)
+        both = zlib.crc32(own.encode(), int(self.epoch or "0", 16))
+        return Seen(own if is_start else self.start, f"{both:08x}")
 
 
 class DataEnded(ValueError):
@@ -44,6 +72,7 @@ class ArrayStream:
     """
 
     has_all = True
+    seen = None  # nothing is compared batch by batch
 
     def __init__(
         self, data, batch_size: int | None, key: Key[Array, ""] | None, name: str
@@ -70,7 +99,7 @@ class ArrayStream:
         """Return the batches known before the first step, to check their targets."""
         yield self.example
 
-    def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int, first: int, seen: Seen | None = None) -> Iterator[Batch]:
         """Return the batches of an epoch, starting with the `first`."""
         order = None
         if self.batch_size is not None:
@@ -119,6 +148,7 @@ class IterableStream:
         self._data = data
         self._name = name
         self.has_all = isinstance(data, list)
+        self.seen = None if self.has_all else Seen()
         if callable(data):
             check_takes(f"{name}(epoch)", data, 1)
         batches = iter(self._iterable(0))
@@ -157,13 +187,28 @@ class IterableStream:
         batches = self._data if self.has_all else [self.example]
         return map(self._checked, batches)
 
-    def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int, first: int, seen: Seen | None = None) -> Iterator[Batch]:
+        """Return the batches of an epoch, starting with the `first`. Warn if those before
+        it are not the ones that an interrupted run has seen.
+
+        - `seen`: checksums of the run's batches so far, or `None` if none are kept.
+        """
         begun, self._begun, num_batches = self._begun, None, 0
+        is_resumed = begun and epoch and not first and seen
+        if is_resumed and _checksum(self.example) != seen.start:
+            warn(_OTHER_BATCHES)
+        own = None if seen is None else seen._replace(epoch="")
         batches = begun if begun and epoch == 0 else self._iterable(epoch)
         for num_batches, batch in enumerate(batches, start=1):
+            if own is not None:
+                batch = self._checked(batch)
+                is_start = num_batches == 1 and not (epoch and callable(self._data))
+                own = own.after(batch, is_start)
+                if seen and num_batches == first and own.epoch != seen.epoch:
+                    warn(_OTHER_BATCHES)
             if num_batches > first:
                 self._latest.append(self._checked(batch))
-                yield Batch(self._latest[-1])
+                yield Batch(self._latest[-1], seen=own)
         if num_batches < max(first, 1):
             raise DataEnded(
                 f"The data ended in epoch {epoch} after {num_batches} batches: pass "
@@ -208,6 +253,14 @@ def make_stream(
             "An iterable of batches has its own batch size: leave `batch_size` out."
         )
     return IterableStream(data, name)
+
+
+def _checksum(batch: Data) -> str:
+    def some(x):
+        x = as_numpy(x)
+        return x[: max(_MOST_COMPARED * len(x) // max(x.size, 1), 1)]
+
+    return checksum(jax.tree.map(some, batch))
 
 
 @quickly  # A sort takes long to compile.

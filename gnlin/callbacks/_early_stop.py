@@ -1,6 +1,5 @@
 """The end of a run whose figures on other data stop improving."""
 
-import warnings
 from typing import Literal
 
 import numpy as np
@@ -8,6 +7,7 @@ from jaxtyping import PyTree
 
 from .._common._checks import check_flag, check_nonnegative, check_one_of, check_period
 from .._common._history import COLUMNS
+from .._common._warn import warn
 from ._base import Callback, Run
 
 
@@ -119,10 +119,9 @@ class EarlyStop(Callback):
         values = run.history[self.monitor]
         unmeasured = self.events == "measurements" and np.all(np.isnan(values))
         if unmeasured and len(values) > 0:
-            warnings.warn(
+            warn(
                 f"`EarlyStop` had nothing to judge: {self.monitor!r} is NaN in each row "
-                "of the history.",
-                stacklevel=5,  # the line that calls `gnlin.fit`
+                "of the history."
             )
         if self.best_arrays is not None and np.isfinite(self.best):
             run.set_arrays(self.best_arrays)

@@ -1,0 +1,72 @@
+"""A lock on the folder of a run's checkpoints."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ._checkpoint import CheckpointError
+
+
+try:
+    import fcntl
+except ImportError:  # as on Windows
+    fcntl = None
+
+# Folders that this process has locked. `fcntl.lockf` excludes other processes only. In
+# return, its lock ends with this process, even if forked ones, such as the workers of a
+# loader, live on.
+_LOCKED: set[Path] = set()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Create and lock a folder, or raise `CheckpointError` if another run has locked it.
+
+    The system releases the lock when the process ends, even if it is killed. If the
+    folder or its file system admits no lock, there is none.
+    """
+    folder = folder.absolute()
+    path = folder / ".lock"
+    lock = _lock(path) if folder not in _LOCKED else _TAKEN
+    if lock is _TAKEN:
+        raise CheckpointError(
+            f"Another run is writing checkpoints to {folder}: wait for its end, or pass "
+            "another folder."
+        )
+    _LOCKED.add(folder)
+    try:
+        yield
+    finally:
+        _LOCKED.discard(folder)
+        if lock is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(lock)
+
+
+_TAKEN = -1
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file; return its descriptor, `_TAKEN`, or `None` if there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its last holder may have deleted the file meanwhile.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), path.stat()):
+                        return lock
+            except OSError as error:
+                os.close(lock)
+                taken = error.errno in (errno.EACCES, errno.EAGAIN)
+                return _TAKEN if taken else None
+            os.close(lock)
+    except OSError:  # The folder cannot be written to.
+        return None
