@@ -35,6 +35,7 @@ from ._training._group_network import GroupNetwork, of_groups
 from ._training._messages import result_name, WELL
 from ._training._model import in_single, make_network, Network
 from ._training._prior import Prior
+from ._training._pulled import only_pulled
 from ._training._residuals import (
     as_groups,
     Groups,
@@ -198,6 +199,10 @@ def solve(
             flat = without_curvature("solve", setting, outputs, batch[1])
             if flat and not is_traced((parameters, batch)):
                 warnings.warn(flat, stacklevel=2)
+        if not is_traced((parameters, batch)):
+            uncanonical = setting._replace(network=network)
+            if pulled := only_pulled(uncanonical, parameters, state, batch):
+                warnings.warn(pulled, stacklevel=2)
         with Bar(max_steps, progress) as bar:
             (carry, num_steps), rows, result, loss_now, is_interrupted = run(
                 setting, batch, (parameters, state), max_steps, history, bar

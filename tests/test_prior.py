@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -12,6 +13,10 @@ import pytest
 from scipy import optimize
 
 import gnlin
+from gnlin._training._model import make_network
+from gnlin._training._prior import Prior
+from gnlin._training._pulled import only_pulled
+from gnlin._training._step import StepSettings
 
 
 RNG = np.random.default_rng(0)
@@ -267,3 +272,103 @@ def test_a_posterior_of_groups_is_refused_without_a_warning():
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match=r"but groups of `gnlin\.Residuals` were"):
             gnlin.predict.posterior(solution, group, noise=1.0)
+
+
+class Behind(eqx.Module):
+    """A head on a body that has no derivative, or that it does not read."""
+
+    body: eqx.nn.MLP
+    head: eqx.nn.Linear
+    behind: Callable = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.head(self.behind(self.body, x))
+
+
+def with_body(behind):
+    body = eqx.nn.MLP(2, 3, 4, 1, jnp.tanh, key=jax.random.key(1))
+    return Behind(body, eqx.nn.Linear(3, 2, key=jax.random.key(2)), behind)
+
+
+def said_of(model, behind=None, **state):
+    """Return what is said of a model; nothing is compiled."""
+    model = with_body(behind) if model is None else model
+    x = jnp.ones((12, 2))
+    parameters, network = make_network(model, eqx.is_inexact_array, **state)
+    of_prior = Prior.of(PRIOR, LOSS.reduced("sum"), (x, jnp.zeros(12, int), None))
+    setting = StepSettings(None, LOSS, network, prior=of_prior)
+    return only_pulled(setting, parameters, state.get("state"), (x,))
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda body, x: jax.lax.stop_gradient(body(x)),
+        eqx.filter_jit(lambda body, x: jax.lax.stop_gradient(body(x))),
+        lambda body, x: jnp.sign(body(x)),
+        lambda body, x: jnp.ones(3),
+    ],
+    ids=["stopped", "compiled", "signs", "not read"],
+)
+def test_parameters_without_a_derivative_are_named(behind):
+    said = said_of(None, behind)
+    assert "derivative by 'body.layers.0.weight' and 3 other arrays, so" in said
+    assert "leave them out by `filter_spec`" in said
+
+
+def frozen(m, x):
+    return m["w"] @ x + jax.lax.stop_gradient(m["b"])
+
+
+@pytest.mark.parametrize("driver", ["solve", "fit"])
+def test_a_prior_that_pulls_is_told_once(driver):
+    start, data = {"w": jnp.eye(2), "b": jnp.ones(2)}, (INPUTS, INPUTS)
+    train = functools.partial(gnlin.solve, max_steps=2)
+    if driver == "fit":
+        train = functools.partial(gnlin.fit, solver=optax.sgd(0.1), steps=2)
+    said = "derivative by 'b', so that `prior` pulls"
+    with pytest.warns(UserWarning, match=said) as caught:
+        solution = train((frozen, start), data, prior=1.0)
+    assert [w.filename for w in caught if said in str(w.message)] == [__file__]
+    assert jnp.all(solution.model[1]["b"] < start["b"])  # the warning is about this
+    spec = {"w": True, "b": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The outputs have no derivative")
+        solution = train((frozen, start), data, prior=1.0, filter_spec=spec)
+    np.testing.assert_array_equal(solution.model[1]["b"], start["b"])
+
+
+def _loop(body, x):
+    """A function with forward mode only, of all parameters of the body."""
+    step = lambda state: (state[0] + 1, jnp.tanh(state[1] + body(x)))
+    return jax.lax.while_loop(lambda s: s[0] < 3, step, (0, jnp.zeros(3)))[1]
+
+
+@jax.custom_vjp
+def _own(x):
+    return jnp.sin(x)
+
+
+_own.defvjp(lambda x: (jnp.sin(x), x), lambda x, u: (u * jnp.cos(x),))
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda body, x: body(x),
+        lambda body, x: 0 * body(x),  # zero, but by its numbers
+        _loop,
+        lambda body, x: _own(body(x)),
+        lambda body, x: jax.lax.scan(
+            lambda c, _: (c + body(x), None), jnp.zeros(3), None, 2
+        )[0],
+    ],
+    ids=["network", "times zero", "loop", "reverse only", "scan"],
+)
+def test_parameters_with_a_derivative_are_not(behind):
+    assert said_of(None, behind) == ""
+
+
+def test_batch_normalisation_has_derivatives():
+    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0))
+    assert said_of(model, state=state) == ""

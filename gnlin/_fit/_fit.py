@@ -26,6 +26,7 @@ from .._training._divergence import check_divergence
 from .._training._group_network import GroupNetwork, of_groups
 from .._training._model import in_single, make_network, Network
 from .._training._prior import Prior
+from .._training._pulled import only_pulled
 from .._training._residuals import as_groups, refuse_for_groups
 from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, StepSettings
@@ -264,6 +265,8 @@ def fit(
     outputs = all_checked(setting, parameters, state, stream.at_hand())
     if flat := without_curvature("fit", setting, outputs, stream.example[1]):
         warnings.warn(flat, stacklevel=2)
+    if pulled := only_pulled(setting, parameters, state, stream.example):
+        warnings.warn(pulled, stacklevel=2)
     carry = begin(setting, parameters, state, outputs)
     shardings = places(carry, stream.example)
     if isinstance(stream, IterableStream):  # its batches stay where they are

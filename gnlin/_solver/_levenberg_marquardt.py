@@ -114,8 +114,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, or the
         square root of the gradient's norm relative to the first one if that is smaller.
         There are at most 300 iterations or, for squared error, twice those of the last
-        step if that is more. Across batches the default is 0.01, in at most 20
-        iterations.
+        step if that is more; a tolerance that is given has no such limit. Across batches
+        the default is 0.01, and there are at most 20 iterations at any tolerance.
     - `form`: the linearised problem for a loss other than squared error, as in
         [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
         acceleration.
