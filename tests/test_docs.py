@@ -187,6 +187,7 @@ REACHED = {
             for name in ("solution", "robust", "preconditioned", "by_own")
         )
         and abs(n["flow"].loss / 600 - n["entropy"]) < 0.15
+        and n["mixture"].reason.endswith("converged")
     ),
     "docs/own-task.md": lambda n: (
         [len(y) for _, y in n["data"](0)] == [40, 50, 88]
@@ -299,6 +300,7 @@ REACHED = {
         and np.linalg.norm(n["found"] - n["wanted"]) < 0.05 * np.linalg.norm(n["wanted"])
         and np.all(np.abs(n["state"]["rates"] / n["true_rates"] - 1) < 0.02)
         and abs(n["shooting"].loss / 600 - 1) < 0.15
+        and np.linalg.norm(n["followed"] - n["paths"]) < 1e-3 * np.linalg.norm(n["paths"])
     ),
     "docs/uncertainty.md": lambda n: (
         abs(n["posterior"].noise - 0.15) < 0.05

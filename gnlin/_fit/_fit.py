@@ -27,7 +27,7 @@ from .._training._group_network import GroupNetwork, of_groups
 from .._training._model import in_single, make_network, Network
 from .._training._prior import Prior
 from .._training._pulled import only_pulled
-from .._training._residuals import as_groups, refuse_for_groups
+from .._training._residuals import as_groups, check_order, refuse_for_groups
 from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, StepSettings
 from ..callbacks import Callback, Progress
@@ -200,6 +200,7 @@ def fit(
             f"{checkpoint!r} was given."
         )
 
+    check_order("fit", model, data)
     groups = as_groups(data)
     data = as_tuple(data)
     in_memory = groups is not None or isinstance(data, tuple)

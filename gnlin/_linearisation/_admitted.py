@@ -29,9 +29,11 @@ def check_derivative(is_flat: bool) -> None:
     if is_flat:
         raise ValueError(
             "The residuals, or outputs, have no derivative with respect to any "
-            "parameter: `jnp.round`, `astype(int)`, comparisons, roots found by "
-            "bisection and `jax.lax.stop_gradient` have none, so compute without them, "
-            "and take roots by `optimistix.root_find`."
+            "parameter: the second derivatives of a ReLU, the default activation of "
+            "`eqx.nn.MLP`, are zero, so use `jnp.tanh` in a differential equation; "
+            "`jnp.round`, `astype(int)`, comparisons, roots found by bisection and "
+            "`jax.lax.stop_gradient` have no derivative, so compute without them, and "
+            "take roots by `optimistix.root_find`."
         )
 
 

@@ -24,6 +24,7 @@ from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import check_fits, not_moved, Retraction
 from ..losses._robust import faded, reweighted
 from ._state import checked, Detour, Evaluate, num_rows_of, Report, State, Update
+from ._stride import Stride
 from ._termination import verdict
 from ._verbose import check_verbose, print_row
 
@@ -325,6 +326,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             before, now = (jax.tree.map(lambda x, i=i: x[i], outputs) for i in (0, 1))
             stride, back = stride.judged(objective, before, now)
             y = _tree.where(back, stride.point, y)
+            memory = self.after_judgement(objective, state.memory, stride, back)
+            state = dataclasses.replace(state, memory=memory)
         lin, aux = linearised(fn, y, args, has_aux, self.memory_budget)
         new_y, state = self.advance(objective, lin, evaluate, state, same_examples=False)
         state = eqx.tree_at(lambda s: s.terminate, state, jnp.array(False))
@@ -334,6 +337,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             stride = stride.after(y, objective.decrease(lin.outputs, outputs))
             state = state.after_part(stride, objective.value(outputs), back)
         return new_y, state, lin.outputs, aux
+
+    def after_judgement(self, objective, memory: PyTree, stride: Stride, back) -> PyTree:
+        """Return the memory after a batch has judged the last step (`Stride.judged`)."""
+        return memory
 
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
         """Return the linearisation point if it is kept across batches, or `None`."""

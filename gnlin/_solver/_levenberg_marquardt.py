@@ -33,7 +33,7 @@ from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton
 from ._between_bounds import between_bounds
-from ._on_a_batch import MemoryAcross, step_on_a_batch
+from ._on_a_batch import damps_as_drawn, MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._state import Detour, Evaluate, State, Update
 from ._trials import TrialOutcome, Trials, try_dampings
@@ -99,9 +99,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         [`gnlin.damping.LongestStep`][], with one trial if trials are expensive, and
         [`gnlin.damping.Nielsen`][] in the prox-linear form. A number is the `initial` of
         the latter. Across batches `damping` must be a number, by default
-        0.001 (1 + (48 / n)^2), or 1e-8 for squared residuals at points that
-        [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this number times
-        the curvature along the first gradient. It changes only with n, and grows tenfold
+        0.001 (1 + (48 / n)^2). For squared residuals at points that [`gnlin.fit`][]
+        draws it is 1e-8 or, once a step has not carried over to the next points, as with
+        noise, 0.001 times the loss relative to the first one if that is more. $\lambda$
+        is this number times the curvature along the first gradient. It grows tenfold
         after a batch whose problem cannot be solved in this precision, or after two in a
         row on which no part of the step lowers the loss.
     - `scaling`: the diagonal $D$ of the damping, as in [`gnlin.DampedGaussNewton`][]. The
@@ -196,10 +197,15 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     def start_stream(self, y, outputs) -> State:
         state = self.start(y, outputs)
-        zero = jnp.zeros((), state.report.loss.dtype)
         scale = first_scale(self.scaling or "identity", y)
-        memory = MemoryAcross(scale, zero, _tree.zeros_like(y))
+        memory = MemoryAcross.start(scale, y, state.report.loss.dtype)
         return eqx.tree_at(lambda s: s.memory, state.with_stride(y), memory)
+
+    def after_judgement(self, objective, memory, stride, back) -> PyTree:
+        if not damps_as_drawn(self, objective):
+            return memory
+        is_noisy = memory.is_noisy | back | (stride.balance < 0)
+        return dataclasses.replace(memory, is_noisy=is_noisy)
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         if isinstance(memory, MemoryAcross):

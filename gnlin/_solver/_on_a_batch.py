@@ -1,5 +1,5 @@
-"""Levenberg-Marquardt across batches: a damping that does not adapt, and steps pulled
-towards the last one."""
+"""Levenberg-Marquardt across batches: a damping that stays, or follows the loss at drawn
+points, and steps pulled towards the last one."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._linearisation._linearisation import Linearisation
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 # The damping divided by the curvature along the first gradient, and the part of the last
 # step that a step is pulled towards.
 _DAMPING_ACROSS, _MOMENTUM = 1e-3, 0.8
-# The same damping for a differential equation at points drawn for each step, which has no
-# noise. The relative errors for the heat equation and Poisson's in five dimensions are
-# 1e-5 and 1.6e-5; with 1e-3 they are 2e-3 and 6e-4, and with 1e-10 1e-6 and 1e-4.
+# The least damping for squared residuals at points drawn for each step, such as those of
+# a differential equation, which have no noise. The relative errors for the heat equation
+# and Poisson's in five dimensions are 1e-5 and 1.6e-5; with 1e-3 they are 2e-3 and 6e-4,
+# and with 1e-10 1e-6 and 1e-4. The same damping with noise triples a regression's error.
 _DAMPING_OF_DRAWN = 1e-8
 # The batch sizes at which the damping is doubled, and the pull is halved. With less
 # damping or more pull ReLU networks die on batches of one example.
@@ -54,6 +55,17 @@ class MemoryAcross(eqx.Module):
     scale: Float[Array, " p"] | None
     curvature: Float[Array, ""]  # along the first gradient; not positive before it
     step: PyTree[Array]  # the last step
+    # For drawn points only: the loss of the first batch, times the growth of the
+    # curvature, and whether some step has not carried over to the batch after it
+    first_loss: Float[Array, ""]
+    is_noisy: Bool[Array, ""]
+
+    @staticmethod
+    def start(
+        scale: Float[Array, " p"] | None, y: PyTree[Array], dtype: jnp.dtype
+    ) -> "MemoryAcross":
+        zero = jnp.zeros((), dtype)
+        return MemoryAcross(scale, zero, _tree.zeros_like(y), zero, jnp.array(False))
 
 
 def step_on_a_batch(
@@ -63,8 +75,8 @@ def step_on_a_batch(
     evaluate: Evaluate,
     memory: MemoryAcross,
 ) -> Update:
-    """Take one step on one batch. The damping does not adapt: a step that is too long is
-    shortened on its own batch, or by the stride after the next batch."""
+    """Take one step on one batch, with one damping. A step that is too long is shortened
+    on its own batch, or by the stride after the next batch."""
     num_examples = objective.num_examples()
     momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)
     towards = _tree.scale(momentum, memory.step)
@@ -75,8 +87,13 @@ def step_on_a_batch(
 
     curvature = jax.lax.cond(memory.curvature > 0, lambda: memory.curvature, along)
     unit = jnp.where(curvature > 0, curvature, 1)
-    noiseless = objective.is_quadratic and objective.is_drawn
-    relative = _relative_damping(solver, num_examples, noiseless)
+    first_loss = memory.first_loss
+    if damps_as_drawn(solver, objective):
+        loss = objective.value(lin.outputs).astype(first_loss.dtype)
+        first_loss = jnp.where(first_loss > 0, first_loss, loss)
+        relative = _damping_of_drawn(loss, first_loss, memory.is_noisy)
+    else:
+        relative = _relative_damping(solver, num_examples)
     damping = jnp.asarray(relative, unit.dtype) * unit
     answer = subproblem.solve(InexactTikhonov(damping))
     # The damping may be too small for a factorisation in this precision.
@@ -106,8 +123,13 @@ def step_on_a_batch(
     # A step that is pulled towards the last one may lead uphill with any damping.
     more = failed | (update.stuck & ~_tree.any_nonzero(memory.step))
     grown = _MORE_DAMPING * curvature
-    curvature = jnp.where(more & jnp.isfinite(grown), grown, curvature)
-    memory = MemoryAcross(scale, curvature, step_taken(update, lin))
+    more &= jnp.isfinite(grown)
+    curvature = jnp.where(more, grown, curvature)
+    step = step_taken(update, lin)
+    if damps_as_drawn(solver, objective):  # Only the least damping grows.
+        first_loss = jnp.where(more, _MORE_DAMPING * first_loss, first_loss)
+        first_loss = jnp.where(jnp.isfinite(first_loss), first_loss, 0)
+    memory = MemoryAcross(scale, curvature, step, first_loss, memory.is_noisy)
     return dataclasses.replace(update, memory=memory)
 
 
@@ -135,9 +157,26 @@ def _pulled(
     return pulled(measured.problem, towards, way, ready), measured.memory
 
 
-def _relative_damping(
-    solver: "LevenbergMarquardt", num_examples: Scalar, noiseless: bool
-) -> ScalarLike:
+def damps_as_drawn(solver: "LevenbergMarquardt", objective: AbstractObjective) -> bool:
+    """Whether the damping is the one for points that are drawn for each step."""
+    is_drawn = objective.is_quadratic and objective.is_drawn
+    return solver.damping is None and is_drawn
+
+
+def _damping_of_drawn(
+    loss: Scalar, first_loss: Scalar, is_noisy: Bool[Array, ""]
+) -> Scalar:
+    """Return lambda divided by the curvature along the first gradient, at drawn points.
+
+    With noise the loss levels off, and the damping with it. Without noise it falls to the
+    least damping with the loss, also if a step has not carried over.
+    """
+    share = jnp.where(first_loss > 0, jnp.minimum(loss / first_loss, 1), 0)
+    noisy = jnp.where(is_noisy, _DAMPING_ACROSS * share, 0)
+    return jnp.maximum(jnp.where(jnp.isfinite(noisy), noisy, 0), _DAMPING_OF_DRAWN)
+
+
+def _relative_damping(solver: "LevenbergMarquardt", num_examples: Scalar) -> ScalarLike:
     """Return lambda divided by the curvature along the first gradient, on batches."""
     if isinstance(solver.damping, AbstractDamping):
         raise ValueError(
@@ -145,8 +184,6 @@ def _relative_damping(
             "constant: pass a number, relative to the curvature along the first "
             "gradient, or use one batch of all data."
         )
-    if solver.damping is None and noiseless:
-        return _DAMPING_OF_DRAWN
     if solver.damping is None:
         return _DAMPING_ACROSS * (1 + (_FEW_TO_DAMP / num_examples) ** 2)
     return solver.damping

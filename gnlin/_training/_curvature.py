@@ -36,9 +36,11 @@ def without_curvature(
     return (
         f"The loss `{name}` has no curvature in the outputs, so that each step of "
         f"`gnlin.{driver}` is a gradient step with the damping as its only scale. If the "
-        "model returns its own negative log-likelihood, let it return the quantities in "
-        "it, such as `z` and `log_det`, and write the loss of these, convex in `z`; if "
-        "the loss is of straight pieces, round its kinks; or use an optimiser of optax."
+        "model returns its own log-likelihood, let it return the quantities in it where "
+        "the loss is convex in them, as in `z` and `log_det` of a normalising flow; "
+        "elsewhere, as for a mixture, let `root(output, target)` of a "
+        "`gnlin.authoring.AbstractElementwiseLoss` return 1; if the loss is of straight "
+        "pieces, round its kinks; or use an optimiser of optax."
     )
 
 

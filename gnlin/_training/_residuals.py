@@ -52,7 +52,8 @@ class Residuals(AbstractRecognised):
         parameters' precision, for derivatives with respect to them. In [`gnlin.fit`][],
         `data` may be a function `points(key)` that draws such arrays for each step, by
         `jax.random`: it is compiled, so NumPy's generators would return the same points
-        in each step. Without data, `fn` returns all residuals at once: it is called as
+        in each step. They may have noise: the default solver then damps more after the
+        first steps. Without data, `fn` returns all residuals at once: it is called as
         `fn(y, args)` with optimistix's `args`, or with `args=None` elsewhere, where it is
         a function of the model alone, such as a penalty.
     - `weight`: the weight of the group, finite and not negative; for example, a volume
@@ -221,6 +222,23 @@ class Groups(AbstractRecognised):
 
 
 GroupsByName = Mapping[str, Residuals]
+
+
+def check_order(driver: str, model: Any, data: Any) -> None:
+    """Raise `ValueError` if the model and the data are swapped."""
+    parts = model
+    if isinstance(model, Mapping):
+        parts = list(model.values())
+    elif not isinstance(model, list | tuple):
+        parts = [model]
+    are_groups = any(isinstance(part, Residuals | Groups) for part in parts)
+    is_model = isinstance(data, eqx.Module) and not isinstance(data, Residuals | Groups)
+    are_arrays = isinstance(model, list | tuple) and not any(map(callable, model))
+    if are_groups or (is_model and are_arrays):
+        raise ValueError(
+            f"The arguments of `gnlin.{driver}` are swapped: pass the model first, "
+            f"`gnlin.{driver}(model, {'groups' if are_groups else 'data'})`."
+        )
 
 
 def as_groups(data: Any) -> GroupsByName | None:
