@@ -47,12 +47,15 @@ class Batch(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Checksums of the user's batches, by which a resumed run compares its own."""
+    """Checksums of the user's batches, by which a resumed run compares its own.
 
-    start: str = (
-        ""  # of the first batch of the epoch, or of the run if that is a function
-    )
-    epoch: str = ""  # of the batches of the epoch so far
+    - `start`: that of the first batch of the epoch, or of the first batch of the run if
+        the data are a function of the epoch.
+    - `epoch`: that of the batches of the epoch so far.
+    """
+
+    start: str = ""
+    epoch: str = ""
 
     def after(self, batch: Data, is_start: bool) -> "Seen":
         own = _checksum(batch)
@@ -194,21 +197,23 @@ class IterableStream:
         - `seen`: checksums of the run's batches so far, or `None` if none are kept.
         """
         begun, self._begun, num_batches = self._begun, None, 0
-        is_resumed = begun and epoch and not first and seen
-        if is_resumed and _checksum(self.example) != seen.start:
+        is_resumed = bool(begun) and epoch > 0 and first == 0  # between two epochs
+        if is_resumed and seen and _checksum(self.example) != seen.start:
             warn(_OTHER_BATCHES)
         own = None if seen is None else seen._replace(epoch="")
         batches = begun if begun and epoch == 0 else self._iterable(epoch)
         for num_batches, batch in enumerate(batches, start=1):
+            if own is None and num_batches <= first:
+                continue
+            batch = self._checked(batch)
             if own is not None:
-                batch = self._checked(batch)
                 is_start = num_batches == 1 and not (epoch and callable(self._data))
                 own = own.after(batch, is_start)
                 if seen and num_batches == first and own.epoch != seen.epoch:
                     warn(_OTHER_BATCHES)
             if num_batches > first:
-                self._latest.append(self._checked(batch))
-                yield Batch(self._latest[-1], seen=own)
+                self._latest.append(batch)
+                yield Batch(batch, seen=own)
         if num_batches < max(first, 1):
             raise DataEnded(
                 f"The data ended in epoch {epoch} after {num_batches} batches: pass "
