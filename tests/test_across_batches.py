@@ -141,7 +141,7 @@ def test_levenberg_marquardt_does_not_scale_on_batches():
     np.testing.assert_array_equal(trained(), trained(scaling="identity"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scales_on_batches_between_bounds():
     """On a face the problem is solved again with the scales of the batch."""
     x = np.random.default_rng(0).normal(size=(64, 3))
@@ -155,7 +155,7 @@ def test_scales_on_batches_between_bounds():
     assert result.history["loss"][-1] < 0.1 * result.history["loss"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_default_damping_on_sampled_points_and_on_batches():
     """For an ordinary differential equation the default damping is 1e-8. It is much
     larger if a batch size selects the data."""

@@ -62,7 +62,7 @@ def test_networks_have_the_outputs_that_the_targets_need(name):
         task.loss.check(outputs, jnp.asarray(targets))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adam_is_a_literal_loop_for_each_rate_and_seed():
     rates = (0.01, 0.1)
     found = run_adam(SMALL, range(2), rates, 6, batch_size=4, num_looks=3)
@@ -91,7 +91,7 @@ def test_adam_is_a_literal_loop_for_each_rate_and_seed():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_reports_its_results():
     solver = gnlin.DampedGaussNewton(1.0, search=None)
     found = run_task(SMALL, 0, solver, batch_size=4, num_looks=2)
@@ -166,7 +166,7 @@ def test_table_and_figure_have_a_part_for_each_task(tmp_path):
     assert lines[-1] == "gnlin.fit is as good as Adam or better on 1 of 2 tasks."
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_is_judged_and_resumed(tmp_path, capsys):
     arguments = ["defaults", "--quick", "--seeds", "2", "--out", str(tmp_path)]
     assert main(arguments) == 0

@@ -29,23 +29,23 @@ def read(path):
 @pytest.mark.parametrize(
     ("name", "num_verdicts"),
     [
-        pytest.param("adaptive", 2, marks=pytest.mark.slow),
-        pytest.param("batch", 2, marks=pytest.mark.slow),
-        pytest.param("data-scaling", 3, marks=pytest.mark.slow),
-        pytest.param("k-sweep", 12, marks=pytest.mark.slow),
-        pytest.param("beta-sweep", 6, marks=pytest.mark.slow),
-        pytest.param("kernel-drift", 7, marks=pytest.mark.slow),
-        pytest.param("lazy-to-rich", 8, marks=pytest.mark.slow),
-        pytest.param("lambda-sweep-cnn", 2, marks=pytest.mark.slow),
-        pytest.param("mnist-k", 3, marks=pytest.mark.slow),
-        pytest.param("provable-features", 2, marks=pytest.mark.slow),
-        pytest.param("regimes", 4, marks=pytest.mark.slow),
-        pytest.param("resnet", 3, marks=pytest.mark.slow),
-        pytest.param("schedules", 12, marks=pytest.mark.slow),
-        pytest.param("solved-subproblem", 4, marks=pytest.mark.slow),
-        pytest.param("stability", 3, marks=pytest.mark.slow),
-        pytest.param("lambda-sweep", 14, marks=pytest.mark.slow),
-        pytest.param("xor-features", 12, marks=pytest.mark.slow),
+        pytest.param("adaptive", 2, marks=pytest.mark.exhaustive),
+        pytest.param("batch", 2, marks=pytest.mark.exhaustive),
+        pytest.param("data-scaling", 3, marks=pytest.mark.exhaustive),
+        pytest.param("k-sweep", 12, marks=pytest.mark.exhaustive),
+        pytest.param("beta-sweep", 6, marks=pytest.mark.exhaustive),
+        pytest.param("kernel-drift", 7, marks=pytest.mark.exhaustive),
+        pytest.param("lazy-to-rich", 8, marks=pytest.mark.exhaustive),
+        pytest.param("lambda-sweep-cnn", 2, marks=pytest.mark.exhaustive),
+        pytest.param("mnist-k", 3, marks=pytest.mark.exhaustive),
+        pytest.param("provable-features", 2, marks=pytest.mark.exhaustive),
+        pytest.param("regimes", 4, marks=pytest.mark.exhaustive),
+        pytest.param("resnet", 3, marks=pytest.mark.exhaustive),
+        pytest.param("schedules", 12, marks=pytest.mark.exhaustive),
+        pytest.param("solved-subproblem", 4, marks=pytest.mark.exhaustive),
+        pytest.param("stability", 3, marks=pytest.mark.exhaustive),
+        pytest.param("lambda-sweep", 14, marks=pytest.mark.exhaustive),
+        pytest.param("xor-features", 12, marks=pytest.mark.exhaustive),
     ],
 )
 def test_quick_runs_write_their_files(name, num_verdicts, tmp_path, capsys):
@@ -67,7 +67,7 @@ def test_quick_runs_write_their_files(name, num_verdicts, tmp_path, capsys):
         assert f"{verdict['outcome']}: {verdict['claim']}" in written
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_probes_and_filters_come_from_runs_with_large_k(tmp_path):
     def run(name):
         assert main([name, "--quick", "--out", str(tmp_path / name)]) == 0
@@ -81,7 +81,7 @@ def test_probes_and_filters_come_from_runs_with_large_k(tmp_path):
         assert (tmp_path / name / f"{name.replace('-', '_')}.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_of_the_sweep_over_lambda_is_one_run():
     settings = lambda_sweep.LambdaSweep(seeds=2, dampings=(0.1, 10.0), num_steps=5)
     point = {"interval": "outputs in [-4, 4]"}
@@ -129,14 +129,14 @@ def test_units_that_are_off_for_all_inputs_are_dead():
     assert float(dead_units(model, x)) == pytest.approx(20 / 200)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_alignments_with_the_corners():
     rows = jnp.array([[2.0, 2.0], [-3.0, 3.0], [1.0, 0.0], [0.0, 0.0]])
     found = xor_features.with_corners(rows)
     np.testing.assert_allclose(found, [1, 1, np.sqrt(0.5), 0], rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("solver", [xor_features.BY_PERIOD, xor_features.BY_DAMPING])
 def test_a_row_of_xor_features_is_one_run(solver):
     settings = xor_features.XorFeatures(
@@ -166,7 +166,7 @@ def test_a_row_of_xor_features_is_one_run(solver):
     assert columns["damping"][1] == pytest.approx(1 / (eta * 1e5))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_looks_of_the_k_sweep_match_one_run():
     settings = dataclasses.replace(
         k_sweep.EMBEDDED, seeds=2, num_steps=12, most_updates=1
@@ -189,7 +189,7 @@ def test_looks_of_the_k_sweep_match_one_run():
     assert columns["test_accuracy"][1, -1] == gnlin.losses.accuracy(outputs, test_labels)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_triggered_run_is_one_run():
     settings = dataclasses.replace(adaptive.EMBEDDED, seeds=2, num_updates=3)
     columns = adaptive.train(settings, {"solver": adaptive.DEFAULT}, Place())

@@ -143,7 +143,7 @@ def test_kernels_that_change_early_or_late():
     assert outcomes(verdicts) == 2 * ["confirmed"] + 2 * ["refuted"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernel_rotation_does_not_depend_on_the_number_of_looks():
     settings = dataclasses.replace(kernel_drift.QUICK, learning_rate=1e-2)
     found = [

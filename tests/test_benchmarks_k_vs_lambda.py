@@ -54,7 +54,7 @@ def results(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_folder_has_no_other_files(results):
     assert {path.name for path in results.iterdir()} == {
         "difference.pdf",
@@ -73,7 +73,7 @@ def test_the_folder_has_no_other_files(results):
     assert len(list((results / "runs").iterdir())) == 2 * len(TASKS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_there_is_a_row_for_every_run(results):
     with (results / "k_vs_lambda.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -104,7 +104,7 @@ def test_there_is_a_row_for_every_run(results):
         assert 1 <= ratio < 1.6863
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", ["quintic", "quintic-tanh", "quintic-cross-entropy"])
 def test_the_weakest_runs_of_both_solvers_agree(task, results):
     """The two filters agree within one per cent at this strength."""
@@ -118,7 +118,7 @@ def test_the_weakest_runs_of_both_solvers_agree(task, results):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_settings_say_what_the_numbers_depend_on(results):
     settings = json.loads((results / "settings.json").read_text())
     assert {"python", *PACKAGES} == set(settings["versions"])
@@ -130,7 +130,7 @@ def test_settings_say_what_the_numbers_depend_on(results):
     assert {"platform", "date", "command"} <= set(settings)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_captions_name_all_tasks_and_count_diverged_runs(results):
     captions = json.loads((results / "settings.json").read_text())["figures"]
     assert set(captions) == {"k_vs_lambda", "difference", "filters", "theory"}
@@ -142,7 +142,7 @@ def test_the_captions_name_all_tasks_and_count_diverged_runs(results):
     assert "on 1,000 test outputs" in captions["theory"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "width"),
     [("k_vs_lambda", 2550), ("difference", 2250), ("filters", 2250), ("theory", 1950)],
@@ -263,7 +263,7 @@ def test_no_difference_remains_at_the_matched_damping(task):
     assert (np.abs(difference(task, a, b)) > 0.005).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_differences_are_drawn_where_no_strength_is_tested_too(tmp_path):
     tasks = {name: make_task(QUICK, name) for name in TASKS}
     untrained = runs_of(DESCENT, np.full((2, 4), 0.2), train_loss=1.0)
@@ -402,7 +402,7 @@ def dead_by_hand(model, inputs):
     return 1 - np.mean(on)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("solver", [DESCENT, DAMPED])
 @pytest.mark.parametrize("name", ["quintic", "quintic-cross-entropy"])
 def test_a_row_is_one_run(name, solver):
@@ -435,7 +435,7 @@ def test_a_row_is_one_run(name, solver):
         assert columns["period"][1, i] == period
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_descent_at_too_large_a_rate_is_counted_as_diverged():
     settings = dataclasses.replace(TINY, seeds=1, digits_rate=1.0)
     runs = {
@@ -446,7 +446,7 @@ def test_descent_at_too_large_a_rate_is_counted_as_diverged():
     assert runs[DAMPED]["stable"].all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_diverged_runs_are_reported_and_drawn(tmp_path):
     settings = KVsLambda(seeds=2, periods=(100.0, 1e3, 1e5, 1e7), images_per_class=1)
     shape = 2, 4

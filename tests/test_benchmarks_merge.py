@@ -248,7 +248,7 @@ def data(seed):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_merged_halves_of_k_vs_lambda_are_the_whole_run(tmp_path):
     """The targets are values, so that all figures and verdicts are made."""
     task = tmp_path / "values.py"

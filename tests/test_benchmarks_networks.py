@@ -294,7 +294,7 @@ def literal_resnet(network, images):
     return x.mean(axis=(2, 3)) @ network.dense.weight.T + network.dense.bias[None]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resnet_against_a_literal_loop(normalised, some_digits):
     network, state, batched = normalised
     images, _ = some_digits
@@ -340,7 +340,7 @@ def test_a_resnet_that_normalises_needs_its_state():
 CROSS_ENTROPY = gnlin.SoftmaxCrossEntropy(reduction="mean")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fit_updates_the_statistics_of_the_resnet(normalised, some_digits):
     network, state, batched = normalised
     x, labels = some_digits

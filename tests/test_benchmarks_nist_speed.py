@@ -167,7 +167,7 @@ def test_task_has_the_published_sizes():
     assert inner_steps.LEARNING_RATE * largest < 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_damped_steps_are_solved_and_timed(task):
     rows = damped_step.in_a_loop(task, 1, num_steps=3, methods=["auto"])
     assert {row.library for row in rows} == {"hand-written", "gnlin", "optimistix"}
@@ -232,7 +232,7 @@ def test_verdicts(required, measured, verdict):
     assert report.Figure("it", required, measured).verdict == verdict
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_speed_quick_writes_its_results(tmp_path, capsys):
     speed_training.run(Options(tmp_path, "quick"))
     assert "at sizes too small to judge them by" in capsys.readouterr().out

@@ -246,7 +246,7 @@ def test_a_run_by_optax_is_a_literal_loop():
     assert course.passes == 24
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [optimisers.OURS, "SOAP"])
 def test_a_run_ends_at_the_first_look_at_the_target(name):
     with jax.enable_x64(False):
@@ -258,7 +258,7 @@ def test_a_run_ends_at_the_first_look_at_the_target(name):
     assert course.seconds[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_is_given_up_after_its_passes():
     with jax.enable_x64(False):
         course = race("truncated Gauss-Newton", target=0.0, most_passes=40).run(0.1)
@@ -404,7 +404,7 @@ def test_the_seed_sets_the_draw_and_the_target_is_attainable():
     np.testing.assert_array_equal(text.train[0][:, 1:], text.train[1][:, :-1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["optimisers", "--quick", "--out", str(tmp_path)]) == 0
     names = {path.name for path in tmp_path.iterdir()}

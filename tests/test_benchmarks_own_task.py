@@ -324,7 +324,7 @@ def test_the_guessing_loss_of_sequences_is_over_their_tokens():
 
 
 @pytest.mark.parametrize(
-    "kind", ["values", pytest.param("state", marks=pytest.mark.slow)]
+    "kind", ["values", pytest.param("state", marks=pytest.mark.exhaustive)]
 )
 def test_mini_batches_train_values_and_state(kind, task):
     """The sum, at a rate as many times smaller as there are examples, is the mean."""
@@ -377,7 +377,7 @@ def test_early_stopping_tells_bad_validation_scores_apart(way, task):
     assert stopped[0] == test[np.argmax(validation)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
@@ -401,7 +401,7 @@ def test_an_experiment_runs_on_the_task(name, grid, kind, task, tmp_path):
     assert (out / f"{name.replace('-', '_')}.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["tokens", "state", "page"])
 def test_k_vs_lambda_runs_on_the_task(kind, task, tmp_path):
     """`page`: the example of the documentation."""

@@ -117,7 +117,7 @@ def test_looks_are_on_the_way(trainer, small):
     assert objective(looks[-1].model, groups) < objective(model, groups)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_that_has_converged_has_a_last_look(small):
     model, groups = small
     looks = timed_training.by_gnlin(gnlin.LevenbergMarquardt())(model, groups, 60.0, 5)
@@ -125,7 +125,7 @@ def test_one_that_has_converged_has_a_last_look(small):
     assert [look.steps for look in looks] == sorted({look.steps for look in looks})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_half_of_the_time_each(small):
     model, groups = small
     looks = timed_training.adam_then_lbfgs(1e-2)(model, groups, 0.2, 30)
@@ -190,7 +190,7 @@ def test_an_accuracy_is_reached_at_the_first_look_that_has_it():
     np.testing.assert_array_equal(pinn.seconds_to(runs, 1e-9), [4.0, 4.0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_figures_show_all_equations(tmp_path):
     captions = pinn.draw(SETTINGS, ALL_RUNS, tmp_path)
     assert set(captions) == {"pinn", "pinn_solutions"}
@@ -198,7 +198,7 @@ def test_figures_show_all_equations(tmp_path):
     assert "p = 33" in captions["pinn"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["pinn", "--quick", "--out", str(tmp_path)]) == 0
     settings = json.loads((tmp_path / "settings.json").read_text())
@@ -214,7 +214,7 @@ def test_a_quick_run_writes_its_files(tmp_path, capsys):
 #
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_and_errors_are_measured():
     rows = speed.steps((3,), 9, 1)
     assert [row.library for row in rows] == ["hand-written", "gnlin", "gnlin", "gnlin"]

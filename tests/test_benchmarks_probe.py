@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 from benchmarks.probe import linear_probe
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_linear_probe_is_softmax_regression():
     key = jax.random.key(4)
     points = jax.random.normal(key, (60, 2)) + jnp.arange(60.0)[:, None] % 3

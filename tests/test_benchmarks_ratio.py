@@ -28,7 +28,7 @@ def test_the_default_is_gnlins():
     assert ratio.DEFAULT in ratio.swept(dataclasses.replace(SETTINGS, ratios=(0.9,)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_is_one_run():
     settings = dataclasses.replace(ratio.QUICK, looks=(1, 3))
     columns = ratio.train(settings, {"problem": "burgers", "ratio": 0.5}, Place())
@@ -170,7 +170,7 @@ def test_the_figure_has_a_panel_a_problem(tmp_path):
     assert (tmp_path / "ratio.md").read_text() == ratio.table(SETTINGS, AS_CLAIMED)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["ratio", "--quick", "--out", str(tmp_path)]) == 0
     settings = json.loads((tmp_path / "settings.json").read_text())

@@ -43,7 +43,7 @@ def test_periods_of_each_schedule():
     assert sorted(of(schedules.CONSTANT)) == [21, 21, 21, 22]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by", [schedules.STEPS, schedules.DAMPING])
 def test_a_scheduled_run_is_one_run(by):
     """K steps are compared with one solver after the other, and damping with gnlin's own
@@ -191,7 +191,7 @@ def test_rates_orders_and_accuracies_are_judged():
     assert outcomes(verdicts) == 6 * ["confirmed"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_of_the_sweep_over_beta_solves_to_the_tolerance():
     """The linear residual of the first step, by NumPy, is within the tolerance."""
     settings = dataclasses.replace(beta_sweep.QUICK, seeds=2, num_steps=1)
@@ -222,7 +222,7 @@ def test_a_row_of_the_sweep_over_beta_solves_to_the_tolerance():
 #
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_features_after_one_update_and_after_as_many_steps():
     settings = dataclasses.replace(kernel_drift.QUICK, seeds=2, lengths=(40, 7))
     draw = training.load(settings, Place(), 1)
@@ -244,7 +244,7 @@ def test_features_after_one_update_and_after_as_many_steps():
         assert np.cos(columns["angle"][1, 1]) == pytest.approx(cosine, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_regression_with_the_kernel_is_that_of_a_gaussian_process():
     settings = dataclasses.replace(kernel_drift.QUICK, num_train=30)
     draw = training.load(settings, Place(), 0)
@@ -280,7 +280,7 @@ def test_features_are_judged_at_the_longest_update():
     assert outcomes(verdicts) == 3 * ["confirmed"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_task_with_state_has_features_too(tmp_path):
     from test_benchmarks_own_task import settings_of, STATE, written
 

@@ -48,7 +48,7 @@ def test_tables_are_registered(name):
 #
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_program_gives_the_losses_of_the_loop(task):
     grid = sweeps.grid_of(task, num_seeds=2, num_dampings=3)
     assert grid.name == "6 runs"
@@ -69,7 +69,7 @@ def test_one_program_gives_the_losses_of_the_loop(task):
 #
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_reach_the_line_and_stop_there(line):
     for contender in (
         *contenders.first_order(line),
@@ -134,7 +134,7 @@ def test_width_is_found_again(width):
     assert growth._width(tasks.quintic(width, 1).num_parameters) == width
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_programs_that_grow_make_their_steps(task):
     for case in (
         growth.damped(task),
@@ -155,7 +155,7 @@ def test_bytes_are_of_collectives_in_loops():
     assert devices.bytes_in_loops(program) == 8 * 8 + 3 * 8 + 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_devices_communicate():
     found = devices.on_devices(2, 1, 1, [devices.DAMPED])[devices.DAMPED]
     kernel = (2 * devices.NUM_EXAMPLES) ** 2 * 8

@@ -19,7 +19,7 @@ from benchmarks.speed import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_wide_steps_are_solved():
     task = tasks.quintic(width=5, num_examples=6)
     rows = wide.damped(task)
@@ -39,7 +39,7 @@ def test_linear_residual_by_products_matches_the_oracle():
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_agree(monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK", 7)
     images = jax.random.normal(jax.random.key(1), (3, 1, 8, 8))
@@ -67,7 +67,7 @@ def test_peak_memory_counts_live_arrays():
     del x
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inner_steps_on_cross_entropy_agree(monkeypatch):
     powers = {how: [4] for how in cross_entropy_steps.PERIODS}
     monkeypatch.setattr(cross_entropy_steps, "PERIODS", powers)

@@ -22,7 +22,7 @@ def test_line_through_points():
     assert rejected.line((0, 5, 8), (1.0, 2.0, 2.6)) == pytest.approx((1.0, 0.2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smaller_first_dampings_reject_more_trials():
     run = rejected._outer_steps(task := quintic(50, 20), {}, 2)
     number = [
@@ -32,7 +32,7 @@ def test_smaller_first_dampings_reject_more_trials():
     assert 0 < number[1] < number[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_of_rejected_trials():
     options = {"acceleration": False, "scaling": "identity"}
     rows, cost = rejected.against_accepted(quintic(5, 20), "plain", options, 2, 3)
@@ -54,7 +54,7 @@ def _small_layer():
     return preconditioners.Setting("layer", layer, (x, targets), 1e-4, 1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_preconditioned_steps_are_solved_and_say_whether_they_pay():
     rows = preconditioners.of_one_linearisation(_small_layer(), 1)
     assert [row.variant for row in rows] == list(preconditioners._preconditioners())

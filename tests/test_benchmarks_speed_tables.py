@@ -102,7 +102,7 @@ def test_curves_have_their_solutions():
     assert np.abs(gradient(solutions, data)).max() < 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fits_at_once():
     rows = _sound(small_fits.batched(5, 1, (1e-8,)))
     assert _libraries(rows) == {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy"}
@@ -152,7 +152,7 @@ def test_slow_cases_are_left_out_with_a_reason(monkeypatch):
 #
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_large_steps_are_solved():
     (comparison,) = large.comparisons(quick=True)
     rows = comparison.rows
@@ -164,7 +164,7 @@ def test_large_steps_are_solved():
     assert {"gnlin", "optimistix", "jaxopt"} <= _libraries(best)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_linear_residual_of_a_large_problem():
     problem = large.Problem(3, channels=(2,))
     assert problem.linear_residual(problem.parameters) == pytest.approx(1)
@@ -184,7 +184,7 @@ def test_linear_residual_of_a_large_problem():
 #
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_method_that_serves_is_beside_auto():
     problem = next(auto._problems())
     rows, factor = auto._compared(problem, "damped, 1", 2)
@@ -196,7 +196,7 @@ def test_every_method_that_serves_is_beside_auto():
     assert 1 <= factor < math.inf
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_problems_have_the_sizes_that_they_are_said_to():
     sizes = [problem.shape for problem in auto._problems()]
     assert len(sizes) * len(auto.SOLVERS) >= 40
@@ -206,7 +206,7 @@ def test_the_problems_have_the_sizes_that_they_are_said_to():
     assert max(p for _, p in sizes) > 5e4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_costs_of_operations():
     (comparison,) = costs.comparisons(quick=True)
     seconds = {row.variant: row.seconds for row in comparison.rows}
@@ -228,7 +228,7 @@ def test_costs_are_fitted_without_negative_terms():
     assert np.all(kept >= 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_parts_of_a_batch():
     one, unsplit, in_parts, many = _sound(parts.steps(8, 32, 64, 1))
     assert unsplit.ratio == 1
@@ -236,7 +236,7 @@ def test_parts_of_a_batch():
     assert many.peak_bytes < 8 * one.peak_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_bounded_fits():
     by_hand, ours, scipys = _sound(curve_fits.fitted(25, 1))
     assert by_hand.solved
@@ -244,7 +244,7 @@ def test_many_bounded_fits():
     assert _libraries([by_hand, ours, scipys]) == {fits.LIMIT, "gnlin", "SciPy"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("make", "sizes"),
     [
@@ -261,14 +261,14 @@ def test_sparse_problems_are_solved_by_all(make, sizes):
     assert all(row.solved for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_large_fits_of_all_libraries_end_at_the_same_parameters():
     rows = _sound(large_fits.fitted(2_000))
     assert {"gnlin", "SciPy", "optimistix"} <= _libraries(rows)
     assert all(row.solved for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kinematics_reach_most_targets():
     ours, scipys = _sound(kinematics.solved(10, 5, 1))
     for row in (ours, scipys):

@@ -161,7 +161,7 @@ def test_rank_correlations_over_dampings_and_over_seeds_are_scipys():
     assert lambda_sweep.over_seeds(both) == pytest.approx(np.mean(of_damping))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_error_that_goes_with_damping_alone_follows_over_the_dampings_alone():
     generator = np.random.default_rng(1)
     falls = 10 ** (-np.linspace(0, 1, 6) + generator.normal(0, 0.02, (12, 6)))

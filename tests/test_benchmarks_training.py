@@ -28,7 +28,7 @@ SETTINGS = Images(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mini_batches_are_a_fit_by_hand():
     train, validation, test = training.load(SETTINGS, Place(), 1)
     columns = training.mini_batches(
@@ -175,7 +175,7 @@ def test_a_summed_loss_is_the_mean_times_the_number_of_images():
         np.testing.assert_allclose(summed[name], mean[name], rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_infinite_k_minimises_the_linearised_loss():
     """The gradient of the mean loss vanishes there, computed by the kernel's own code."""
     settings = dataclasses.replace(SETTINGS, seeds=1, num_train=30)
@@ -217,7 +217,7 @@ def by_hand(model, data):
     return outputs, jacobian, slope
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_problem_is_solved_at_the_network_that_the_last_has_made():
     settings = dataclasses.replace(SETTINGS, seeds=1, num_train=20)
     data = training.load(settings, Place(), 0).train
@@ -243,7 +243,7 @@ def test_each_problem_is_solved_at_the_network_that_the_last_has_made():
     assert impossible["unsolved"][0, 0] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_has_come_to_a_stationary_point_ends_there():
     """At this rate all hidden units are off after some steps, and the parameters stay."""
     settings = Images(seeds=1, num_train=50, num_looks=3)
@@ -256,7 +256,7 @@ def test_a_run_that_has_come_to_a_stationary_point_ends_there():
     assert columns["train_loss"][0, -1] == pytest.approx(guessed, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_ends_at_the_first_update_that_has_trained_it():
     settings = dataclasses.replace(
         SETTINGS, seeds=2, num_train=20, batch_size=None, num_looks=5
@@ -341,7 +341,7 @@ def cifar(tmp_path, monkeypatch):
     training._standard.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "arguments", "points"),
     [

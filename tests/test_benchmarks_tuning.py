@@ -35,7 +35,7 @@ SMALL = dataclasses.replace(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_runs_of_the_best_settings_are_literal_loops(monkeypatch):
     grid = {tuning.DEFAULT: optax.sgd(1e-9), "Adam": optax.adam(0.1)}
     monkeypatch.setattr(tuning, "GRID", grid)

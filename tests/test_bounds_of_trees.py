@@ -103,7 +103,10 @@ SOME = (
 @pytest.mark.filterwarnings("ignore")  # Nothing is left to estimate the noise from.
 @pytest.mark.parametrize(
     "name",
-    [*SOME, *(pytest.param(k, marks=pytest.mark.slow) for k in CASES if k not in SOME)],
+    [
+        *SOME,
+        *(pytest.param(k, marks=pytest.mark.exhaustive) for k in CASES if k not in SOME),
+    ],
 )
 def test_bounds_in_trees(name):
     start, bounds, uppers = CASES[name]

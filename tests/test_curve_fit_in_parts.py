@@ -116,13 +116,15 @@ CASES = {
 }
 
 
-OFTEN = "sigma", "left out"
+MARKS = dict.fromkeys(CASES, pytest.mark.exhaustive) | {
+    "sigma": (),
+    "left out": (),
+    "outliers": pytest.mark.slow,
+    "counts": pytest.mark.slow,
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) for n in CASES])
 def test_parts_are_the_whole(name):
     f, x, y, options = CASES[name]
     start = START | {"c": 0.1}
@@ -226,7 +228,7 @@ def test_what_pandas_holds():
     np.testing.assert_allclose(numbers(fit.parameters), same, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_x_and_a_start_of_single_precision():
     start = {name: np.float32(value) for name, value in START.items()}
     with jax.numpy_dtype_promotion("standard"):
@@ -245,7 +247,7 @@ def test_rates_by_the_length_of_x():
     np.testing.assert_allclose(fit.parameters["a"], expected, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_network_is_trained_on_parts():
     model = eqx.nn.MLP(1, 1, 4, 1, jnp.tanh, key=jax.random.key(0))
     arrays, static = eqx.partition(model, eqx.is_inexact_array)

@@ -32,7 +32,7 @@ def test_a_saved_fit():
     assert is_equal(same.confidence_intervals(), fit.confidence_intervals())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_saved_fits_of_several_data_sets_and_in_parts():
     ys = np.stack([Y, Y + 1])
     for fit in (

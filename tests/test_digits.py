@@ -86,7 +86,7 @@ def train(run, seed):
     return float(gnlin.losses.accuracy(outputs, labels)), result
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", RUNS)
 def test_digits_are_learnt(run):
     accuracy, result = train(run, seed=3)

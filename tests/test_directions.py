@@ -145,7 +145,7 @@ def test_rows_of_examples_take_passes_of_one_example(kind):
         np.testing.assert_allclose(pulled, outputs.ravel() @ matrix)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["loop", "custom_vjp"])
 def test_groups_with_selections_and_colours(kind):
     inner, _ = INNER[kind]
@@ -198,7 +198,7 @@ def test_solvers_find_the_zero(kind, shape, dtype, solver):
     assert jnp.max(jnp.abs(fn(found.value, None))) < accuracy
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_networks_with_a_reverse_derivative_only():
     """Dense layers are still found."""
     model = drawn(eqx.nn.MLP, 2, 1, 30, 1, activation=reverse_sin)
@@ -215,7 +215,7 @@ def test_networks_with_a_reverse_derivative_only():
     np.testing.assert_allclose(*kernels(model, plain), rtol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_fits_are_one_program():
     x = jnp.linspace(0.1, 1.0, 8)
     curve = lambda p, x: p["a"] * reverse_sin(p["b"] * x)
@@ -228,7 +228,7 @@ def test_many_fits_are_one_program():
     assert jnp.all(jnp.isfinite(fit.standard_errors["b"]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_minimum_is_differentiated_as_with_solvers_of_optimistix():
     def minimum(shift, solver):
         fn = lambda y, s: jnp.append(reverse_sin(y) - s, 0.1 * jnp.sum(y))
@@ -379,7 +379,7 @@ def seen_by_hand(k):
     return jnp.stack(found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ADJOINTS)
 def test_differential_equations_by_each_adjoint(name):
     def fn(k, data):

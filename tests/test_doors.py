@@ -221,7 +221,7 @@ def test_a_function_with_its_parameters_and_a_key():
     assert result.history["loss"][-1] < result.history["loss"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_parameters_in_half_precision_are_trained_in_single():
     dtype = jnp.bfloat16
     half = jax.tree.map(lambda x: x.astype(dtype), PARAMETERS)
@@ -495,7 +495,7 @@ def test_a_run_is_what_callbacks_are_promised():
     assert {"step", "num_steps", "history", "record", "stop"} <= set(seen)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_short_representations():
     lin = gnlin.linearise(lambda y, _: jnp.array([y[0], 2 * y[1], 0.0]), jnp.ones(3))
     spectrum = lin.spectrum()

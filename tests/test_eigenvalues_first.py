@@ -80,7 +80,7 @@ def test_nonfinite_input_gives_nonfinite_output():
     assert np.isnan(found).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_network_with_cross_entropy():
     """The curvature of each example has a direction in which it is zero."""
     net = eqx.nn.MLP(6, 4, 8, 1, jnp.tanh, key=jax.random.key(0))

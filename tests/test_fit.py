@@ -62,7 +62,7 @@ SOLVERS = {
 @pytest.mark.parametrize(
     "solver",
     [
-        pytest.param(SOLVERS["damped"], id="damped", marks=pytest.mark.slow),
+        pytest.param(SOLVERS["damped"], id="damped", marks=pytest.mark.exhaustive),
         pytest.param(SOLVERS["iterative linearisation"], id="iterative linearisation"),
     ],
 )
@@ -618,7 +618,7 @@ def test_batch_normalisation_in_single_precision_where_double_is_enabled(tmp_pat
     assert np.all(np.isfinite(result.history["validation_loss"][-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_batch_normalisation_by_levenberg_marquardt():
     points = Points(NORMALISED)
     solver = gnlin.LevenbergMarquardt(damping=1.0)

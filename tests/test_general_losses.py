@@ -352,15 +352,17 @@ SOLVERS = {
 }
 
 
-def with_slow(cases, *names):
-    """Return the cases as parameters with their names, of which some are slow."""
-    slow = lambda name: pytest.mark.slow if name in names else ()
+def with_exhaustive(cases, *names):
+    """Return the cases as parameters with their names, of which some are exhaustive."""
+    mark = lambda name: pytest.mark.exhaustive if name in names else ()
     return [
-        pytest.param(*case, id=name, marks=slow(name)) for name, case in cases.items()
+        pytest.param(*case, id=name, marks=mark(name)) for name, case in cases.items()
     ]
 
 
-@pytest.mark.parametrize(("solver", "expected"), with_slow(SOLVERS, "spectrum in chunks"))
+@pytest.mark.parametrize(
+    ("solver", "expected"), with_exhaustive(SOLVERS, "spectrum in chunks")
+)
 def test_a_quadratic_step_of_each_solver(solver, expected):
     step, solution = solve(HUBER, solver)
     assert result_is(solution, "nonlinear_max_steps_reached")
@@ -383,7 +385,7 @@ class Split(Net):
 
 
 @pytest.mark.parametrize(
-    "form", ["quadratic", pytest.param("prox-linear", marks=pytest.mark.slow)]
+    "form", ["quadratic", pytest.param("prox-linear", marks=pytest.mark.exhaustive)]
 )
 def test_outputs_may_be_a_tree(form):
     split = {"one": OUTLIERS[:, 0], "more": OUTLIERS[:, 1:]}
@@ -453,7 +455,7 @@ LM_PROBLEMS = {
 
 
 @pytest.mark.parametrize(
-    ("problem", "options"), with_slow(LM_PROBLEMS, "poisson, prox-linear")
+    ("problem", "options"), with_exhaustive(LM_PROBLEMS, "poisson, prox-linear")
 )
 def test_levenberg_marquardt_descends_to_a_stationary_point(problem, options):
     step, solution = solve(
@@ -508,7 +510,7 @@ def minimised(oracle, damping):
 
 
 @pytest.mark.parametrize(
-    "name", ["softmax", pytest.param("huber, outliers", marks=pytest.mark.slow)]
+    "name", ["softmax", pytest.param("huber, outliers", marks=pytest.mark.exhaustive)]
 )
 def test_damped_prox_linear_matches_scipys_minimiser(name):
     """The steps are on p parameters; below they are on m coefficients."""
@@ -631,7 +633,7 @@ OPTIMISERS = {"adam": (optax.adam, True, 0.3), "adamw, kept": (adamw, False, 0.0
 
 
 @pytest.mark.parametrize(
-    ("build", "restart", "damping"), with_slow(OPTIMISERS, "adamw, kept")
+    ("build", "restart", "damping"), with_exhaustive(OPTIMISERS, "adamw, kept")
 )
 def test_any_optimiser_on_each_linearised_model(build, restart, damping):
     solver = gnlin.IterativeLinearisation(
@@ -683,7 +685,7 @@ def test_an_optimiser_reports_the_whole_gradient():
     np.testing.assert_allclose(solution.history.gradient_norm[0], expected, rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_flow_is_a_hundred_thousand_small_steps():
     period, eta, damping = 10**5, 1e-4, 0.01
     solver = gnlin.IterativeLinearisation(period, eta, method="flow", damping=damping)
@@ -708,7 +710,7 @@ def many_steps(oracle, period, eta, damping):
     return oracle.jacobian.T @ np.asarray(run(jnp.asarray(oracle.outputs), kernel))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_unfinished_flow_is_not_a_success(monkeypatch):
     monkeypatch.setattr(sys.modules["gnlin._subproblem._flow"], "_MAX_STEPS", 2)
     solver = gnlin.IterativeLinearisation(
@@ -725,7 +727,7 @@ def test_an_unfinished_flow_is_not_a_success(monkeypatch):
     ("damping", "remaining", "settings"),
     [
         (0.3, 1e-9, {"method": "kernel", "momentum": 0.9}),
-        pytest.param(0.0, 0.1, {"method": "auto"}, marks=pytest.mark.slow),
+        pytest.param(0.0, 0.1, {"method": "auto"}, marks=pytest.mark.exhaustive),
     ],
     ids=["momentum, kernel", "undamped"],
 )
@@ -738,14 +740,14 @@ def test_steps_without_an_end_are_the_minimiser(damping, remaining, settings):
     assert damping == 0 or result_is(solution, "successful")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_traced_period_may_be_infinite():
     solver = gnlin.IterativeLinearisation(jnp.asarray(jnp.inf), 0.05, damping=0.3)
     step, _ = solve(SOFTMAX, solver)
     assert dense("softmax").remaining(step, 0.3) <= 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gauss_newton_on_the_loss_itself():
     problem = SOFTMAX._replace(loss=gnlin.SoftmaxCrossEntropy(0.2))
     oracle = Dense(problem)
@@ -861,7 +863,7 @@ def test_squared_error_in_disguise(seed, n, p):
         assert near(step, expected(oracle), rtol, 1e-3), (form, method, name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_levenberg_marquardt_in_disguise():
     solver = gnlin.LevenbergMarquardt(form="prox-linear")
     step, _ = solve(Problem(Disguised(), REAL), solver)
@@ -909,7 +911,7 @@ SEARCHING = {
 }
 
 
-@pytest.mark.parametrize(("solver", "full_step"), with_slow(SEARCHING, "truncated"))
+@pytest.mark.parametrize(("solver", "full_step"), with_exhaustive(SEARCHING, "truncated"))
 def test_a_search_keeps_the_loss_from_rising(solver, full_step):
     _, solution = solve(SOFTMAX, solver, 6, compiled=True)
     losses = np.append(solution.history.loss, solution.loss)
@@ -925,7 +927,7 @@ def test_a_search_keeps_the_loss_from_rising(solver, full_step):
     assert np.round(halves) >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_search_takes_a_full_step_that_is_good_enough():
     step, solution = solve(SOFTMAX, gnlin.DampedGaussNewton(10.0, search=ARMIJO), 3)
     w = start()
@@ -981,7 +983,7 @@ def test_targets_that_are_not_finite(problem, solver):
     assert not np.any(step)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_that_diverge_are_not_taken():
     """Poisson's loss has an unbounded gradient."""
     for eta in (1.0, 1e200):
@@ -1007,7 +1009,7 @@ def test_cross_entropy_ends_where_the_numbers_do():
     assert np.all(np.isfinite([*solution.history.loss, solution.loss]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_cycling_is_not_convergence():
     solver = gnlin.IterativeLinearisation(15, 1e3)
     _, solution = solve(SOFTMAX, solver, 10, compiled=True)
@@ -1043,7 +1045,7 @@ class SoftmaxByValue(gnlin.authoring.AbstractLoss):
 
 @pytest.mark.parametrize(
     "scale",
-    [30.0, pytest.param(600.0, marks=pytest.mark.slow)],
+    [30.0, pytest.param(600.0, marks=pytest.mark.exhaustive)],
 )
 def test_saturated_outputs_of_a_user_defined_loss(scale):
     oracle = Dense(Problem(gnlin.SoftmaxCrossEntropy(), LABELS, scale))
@@ -1061,7 +1063,7 @@ def test_saturated_outputs_of_a_user_defined_loss(scale):
 #
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_of_cross_entropy_is_one_program():
     build = lambda eta: gnlin.IterativeLinearisation(jnp.asarray(100), eta)
     values, num_traces = [1e-3, 1e-2, 1e-1], []

@@ -436,7 +436,7 @@ def test_the_kernel_within_a_budget():
     assert passes[3] == (10, 10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_damped_step_beyond_the_jacobians_memory():
     """The step by factors, the step in groups and the step by dense rows are equal."""
     loss = gnlin.SoftmaxCrossEntropy()
@@ -475,7 +475,7 @@ def test_one_example_one_output():
     np.testing.assert_allclose(kernel_of(lambda w, x: (w @ x)[0], w, x), [[6.0]])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_wide_network_is_solved_by_its_kernel():
     """Its Jacobian exceeds the budget but its factors do not, so the solver does not fall
     back on conjugate gradients."""
@@ -485,7 +485,7 @@ def test_a_wide_network_is_solved_by_its_kernel():
     assert float(solution.stats["num_vjps"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_outputs_of_higher_precision_than_the_parameters():
     def fn(w, x):
         return jnp.tanh(w @ x.astype(w.dtype)).astype(float) * x[0]

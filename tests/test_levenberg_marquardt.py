@@ -138,8 +138,8 @@ def scaled_rosenbrock(y, scale):
     [
         "default",
         "matrix-free",
-        pytest.param("marquardt", marks=pytest.mark.slow),
-        pytest.param("curvature", marks=pytest.mark.slow),
+        pytest.param("marquardt", marks=pytest.mark.exhaustive),
+        pytest.param("curvature", marks=pytest.mark.exhaustive),
     ],
 )
 def test_rosenbrock_in_any_units_of_the_residuals(name):
@@ -155,7 +155,7 @@ def test_rosenbrock_in_any_units_of_the_residuals(name):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.float64]
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.exhaustive), jnp.float64]
 )
 def test_powell_singular(dtype):
     """The Jacobian is singular at the solution, 0: convergence is linear only."""
@@ -367,7 +367,7 @@ class Neuron(eqx.Module):
         return jnp.tanh(self.w @ x)[None]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_across_batches_it_never_ends_as_diverged():
     """Near the solution many steps do not lower the loss of their batch of 8."""
     truth = np.array([1.0, -1.0, 0.5])

@@ -46,7 +46,7 @@ ALIKE = "SVD", "LU", "GMRES"  # are called as QR, Cholesky and CG are
     ("name", "shape"),
     [
         *(
-            pytest.param(*case, marks=pytest.mark.slow if case[0] in ALIKE else ())
+            pytest.param(*case, marks=pytest.mark.exhaustive if case[0] in ALIKE else ())
             for case in each_once(list(SOLVERS), ["tall", "wide"])
         ),
         ("LSMR", "one residual"),
@@ -125,7 +125,7 @@ SOFTMAX = gnlin.SoftmaxCrossEntropy(), np.arange(15) % 4
 HUBER = gnlin.losses.Huber(0.1), np.sin(X[:, :1] * np.arange(4.0)[None])  # has a rest
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "problem"),
     [("LSMR", SOFTMAX), ("QR", HUBER)],

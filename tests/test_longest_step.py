@@ -96,9 +96,9 @@ CASES = {
         ("very far", True),
         ("wide", False),
         ("as long as it may be", False),
-        pytest.param("far", False, marks=pytest.mark.slow),
-        pytest.param("wide", True, marks=pytest.mark.slow),
-        pytest.param("as long as it may be", True, marks=pytest.mark.slow),
+        pytest.param("far", False, marks=pytest.mark.exhaustive),
+        pytest.param("wide", True, marks=pytest.mark.exhaustive),
+        pytest.param("as long as it may be", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_search_step_by_step(name, acceleration):
@@ -136,7 +136,7 @@ def test_under_vmap_each_has_its_own_search():
         np.testing.assert_allclose(one, literal(*problem, 4)[0], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_network_is_trained_further_than_by_one_damping_a_linearisation():
     """Compare medians of four runs, because a single run may be lucky."""
     x = jnp.linspace(-1, 1, 64)[:, None]

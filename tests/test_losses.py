@@ -999,7 +999,7 @@ SOLVED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("loss", "targets", "build"),
     [

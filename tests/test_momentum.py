@@ -24,8 +24,8 @@ def pulled_step(r, jacobian, damping, towards):
         ("kernel", "wide"),
         ("curvature", "tall"),
         ("matrix-free", "one parameter"),
-        pytest.param("svd", "tall", marks=pytest.mark.slow),
-        pytest.param("auto", "square", marks=pytest.mark.slow),
+        pytest.param("svd", "tall", marks=pytest.mark.exhaustive),
+        pytest.param("auto", "square", marks=pytest.mark.exhaustive),
     ],
 )
 def test_damped_towards_a_part_of_the_last_step(method, shape):
@@ -51,7 +51,7 @@ def test_zero_momentum_has_no_effect():
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_other_units_and_another_loss():
     x = jax.random.normal(jax.random.key(1), (15, 3))
     net = eqx.nn.MLP(3, 4, 6, 1, jnp.tanh, key=jax.random.key(0))
@@ -61,7 +61,7 @@ def test_other_units_and_another_loss():
     assert solution.loss < 0.5 * solution.history.loss[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_across_batches_and_resumed(tmp_path):
     x = jnp.linspace(-1, 1, 40)[:, None]
     net = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0))

@@ -33,7 +33,7 @@ def digits():
     return (images[:1347], labels[:1347]), (images[1347:], labels[1347:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("solver", "batch_size"), list(settings()))
 def test_digits_are_learnt(digits, solver, batch_size):
     train, (images, labels) = digits
@@ -83,7 +83,7 @@ UNTUNED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("network", "batch_size", "steps"), UNTUNED.values(), ids=UNTUNED
 )

@@ -62,7 +62,7 @@ def test_convergence_is_reported(own):
     assert np.linalg.norm(jacobian.T @ r) < 1e-7
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_a_model_and_on_batches(own):
     key = jax.random.key(0)
     model = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=key, dtype=float)
@@ -269,7 +269,7 @@ def of_the_docstring():
         functools.partial(gnlin.DampedGaussNewton, 0.1),
         pytest.param(
             functools.partial(gnlin.LevenbergMarquardt, damping=0.1),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

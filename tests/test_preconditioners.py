@@ -125,7 +125,7 @@ def advance(solver, fn, y, args, state):
     [
         ((M, P), jnp.float64, Nystrom(8)),
         ((10, P), jnp.float32, BlockDiagonal()),
-        pytest.param((1, P), jnp.float64, Nystrom(8), marks=pytest.mark.slow),
+        pytest.param((1, P), jnp.float64, Nystrom(8), marks=pytest.mark.exhaustive),
         ((M, 1), jnp.float32, BlockDiagonal(1)),
     ],
 )
@@ -180,7 +180,7 @@ def num_inner_steps(preconditioner, fn, y, args, tolerance, damping):
     return float(state.report.num_inner_steps), state.counts
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_preconditioners_save_iterations():
     residual, y, args = problem()
     few = Nystrom(15)
@@ -209,7 +209,7 @@ def two_steps(preconditioner, method):
     return numbers(solution.model)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_a_loss_and_a_layer():
     """Whole whitened runs with chosen methods."""
     expected = two_steps(BlockDiagonal(), "matrix-free")

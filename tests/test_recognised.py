@@ -70,7 +70,7 @@ def test_robust_losses_of_a_residual_function(name, solver):
     np.testing.assert_allclose(solution.value, expected.x, atol=3e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tukeys_loss_matches_solve():
     data, start = tuple(map(jnp.asarray, measured())), jnp.asarray(TRUE)
     solved = gnlin.solve(
@@ -141,7 +141,7 @@ def test_groups_match_solve():
         np.testing.assert_allclose(a, b, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_other_solvers_find_the_same_minimum():
     p = {"a": jnp.array(0.3), "b": jnp.zeros(2)}
     groups = gnlin.Groups(
@@ -166,7 +166,7 @@ def test_other_solvers_find_the_same_minimum():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_penalty_is_a_group_without_data():
     """Ridge regression, whose solution is known."""
     rng = np.random.default_rng(0)
@@ -278,7 +278,7 @@ def test_the_derivative_of_a_likelihoods_minimum():
         np.testing.assert_allclose(derivative, by_the_score(b, 1.5), rtol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bounds_precision_and_many_at_once():
     x, y = (jnp.asarray(v, jnp.float32) for v in measured())
     solver = gnlin.LevenbergMarquardt(
@@ -306,7 +306,7 @@ def test_bounds_precision_and_many_at_once():
     np.testing.assert_allclose(ends[0], with_sums.x, rtol=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_derivatives_by_the_data_and_the_weight():
     x = jnp.asarray(T)
 

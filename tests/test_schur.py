@@ -201,7 +201,7 @@ def test_a_small_damping_in_single_precision():
     np.testing.assert_allclose(loss, expected, rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_runs_are_those_by_the_whole_curvature():
     """Runs with acceleration and between bounds."""
     bounds = {"camera": -1.0, "point": None}, {"point": 0.5, "lens": 0.3}
@@ -269,7 +269,7 @@ def test_a_bundle_adjustment_with_outliers():
     np.testing.assert_allclose(found.loss, weighted.loss, rtol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fixed_parameters_stay():
     model, data = problem()
     fixed = model["camera"]
@@ -281,7 +281,7 @@ def test_fixed_parameters_stay():
     assert found.loss < found.history.loss[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_robust_loss():
     model, data = problem()
     robust = groups(data, loss=gnlin.losses.PseudoHuber(0.3))["sights"]
@@ -292,7 +292,7 @@ def test_a_robust_loss():
     np.testing.assert_allclose(ours.model["point"], known.model["point"], atol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_in_a_program_whose_data_are_traced_and_many():
     model, data = problem()
     solver = gnlin.DampedGaussNewton(0.1, method="schur")

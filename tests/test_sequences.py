@@ -147,7 +147,9 @@ SOLVERS = {
 @pytest.mark.parametrize(
     "solver",
     [
-        pytest.param(solver, id=name, marks=() if name == "descent" else pytest.mark.slow)
+        pytest.param(
+            solver, id=name, marks=() if name == "descent" else pytest.mark.exhaustive
+        )
         for name, solver in SOLVERS.items()
     ],
 )

@@ -69,7 +69,7 @@ def test_as_on_one_device(few, name):
     check(name, few[name])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALL)
 def test_every_solver_as_on_one_device(every, name):
     check(name, every[name])
@@ -101,7 +101,7 @@ def test_the_kernel_is_one_all_reduce(few):
     assert sum(size for _, size, _ in collectives) < 8 * m * p / 8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

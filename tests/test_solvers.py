@@ -266,7 +266,7 @@ def test_aux_is_of_the_point_that_is_returned():
     assert not np.array_equal(solution.value, y)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_best_so_far():
     solver = gnlin.GaussNewton()
     y, args = as_jax(sines_data((7, 3)))
@@ -331,7 +331,9 @@ OFTEN = "gauss-newton", "truncated, matrix-free", "infinite period", "levenberg-
 @pytest.mark.parametrize(
     "solver",
     [
-        pytest.param(solver, id=name, marks=() if name in OFTEN else pytest.mark.slow)
+        pytest.param(
+            solver, id=name, marks=() if name in OFTEN else pytest.mark.exhaustive
+        )
         for name, solver in (FAR | FAR_LM).items()
     ],
 )
@@ -508,7 +510,7 @@ def test_a_few_steps_in_single_precision():
     np.testing.assert_allclose(solution.value, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mixed_precision():
     y, args = sines_data((7, 3), seed=5)
     solver = gnlin.LevenbergMarquardt()
@@ -566,7 +568,7 @@ def test_with_double_precision_disabled():
 @pytest.mark.parametrize(
     "solver",
     [
-        pytest.param(gnlin.LevenbergMarquardt(), marks=pytest.mark.slow),
+        pytest.param(gnlin.LevenbergMarquardt(), marks=pytest.mark.exhaustive),
         gnlin.DampedGaussNewton(0.3),
     ],
     ids=lambda solver: type(solver).__name__,

@@ -133,7 +133,7 @@ def test_numbers_of_entries_beyond_32_bits():
     np.testing.assert_allclose(squares["b"], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_runs_are_those_of_the_dense_jacobian():
     """Compare through optimistix, and by `solve` with a robust loss among groups."""
     edges = loops(12)
@@ -163,7 +163,7 @@ def test_runs_are_those_of_the_dense_jacobian():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_points_are_eliminated_without_being_named():
     """Arrays are read by rows, and each residual reads one of the points."""
     rng = np.random.default_rng(0)

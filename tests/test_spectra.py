@@ -76,7 +76,7 @@ QUICK = "more parameters", "more outputs", "repeated", "rank below k", "zero"
             pytest.param(
                 name,
                 jnp.float64,
-                marks=() if name in QUICK else pytest.mark.slow,
+                marks=() if name in QUICK else pytest.mark.exhaustive,
             )
             for name in CASES
             if name not in ("tiny", "huge")

@@ -51,7 +51,7 @@ def test_fit(tmp_path):
         assert abs(spread / error - 1) < 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_poisson(tmp_path):
     found = rows("poisson", tmp_path)
     errors = {name.split(",")[0]: numbers[0] for name, numbers in found.items()}
@@ -61,7 +61,7 @@ def test_poisson(tmp_path):
     assert errors["Levenberg-Marquardt"] < 1e-2 * errors["Adam"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_linearised(tmp_path):
     found = rows("linearised", tmp_path)
     narrow, wide = found["16"], found["128"]
@@ -69,7 +69,7 @@ def test_linearised(tmp_path):
     assert max(wide) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bundle_adjustment(tmp_path):
     found = rows("bundle_adjustment", tmp_path)
     # 640 residuals and 12 of what is known, 288 parameters; 27 is the standard deviation
@@ -77,7 +77,7 @@ def test_bundle_adjustment(tmp_path):
     assert found["solved"][0] < 0.2 * found["start"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bundle_adjustment_counts_its_steps(tmp_path, capsys, monkeypatch):
     path = EXAMPLES / "bundle_adjustment.py"
     example = runpy.run_path(str(path))
@@ -99,7 +99,7 @@ def test_pose_graph(tmp_path):
     assert least < 1e-2 * misfit
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_classifier(tmp_path):
     found = rows("classifier", tmp_path)
     (ours, *_), (adams, *_) = found.values()
@@ -107,7 +107,7 @@ def test_classifier(tmp_path):
     assert ours > adams - 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_transformer(tmp_path):
     found = rows("transformer", tmp_path)
     # The rule is right nine times out of ten, and its entropy is 0.464.
@@ -115,7 +115,7 @@ def test_transformer(tmp_path):
     assert found["validation"][1] > 75
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_which_line():
     found = rows("which_line")
     for name in ("a small fit", "many fits, the worst", "a graph"):

@@ -44,7 +44,7 @@ SAMPLE = {
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if "damped" in case[0] else ())
+        pytest.param(*case, marks=pytest.mark.exhaustive if "damped" in case[0] else ())
         for case in SAMPLE
     ],
 )
@@ -80,7 +80,7 @@ AT_THE_EDGE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "family", "precision"), CASES)
 def test_no_setting_reports_success_wrongly(name, family, precision):
     """The constants were chosen on other problems. In 6,440 runs on these, only seven
