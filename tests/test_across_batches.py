@@ -127,6 +127,7 @@ def test_a_network_on_batches():
     assert result.history["loss"][-1] < result.history["loss"][0]
 
 
+@pytest.mark.slow
 def test_levenberg_marquardt_does_not_scale_on_batches():
     x = np.random.default_rng(0).normal(size=(64, 3)) * [1.0, 10.0, 0.1]
     model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, key=jax.random.key(0))

@@ -90,6 +90,7 @@ def turned(row, step):
     return jnp.stack([c * row[0] - s * row[1], s * row[0] + c * row[1]])
 
 
+@pytest.mark.slow
 def test_on_a_circle():
     """The point of the circle nearest to 2 (cos a, sin a) is (cos a, sin a)."""
 
@@ -211,9 +212,10 @@ def test_solve_inside_transformations_of_closed_over_values():
     np.testing.assert_allclose([values, along], [[2.0, 3.0], [1.0, 1.0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("derivative", "has_data"),
-    [pytest.param(jax.jacfwd, False, marks=pytest.mark.slow), (jax.jacrev, True)],
+    [(jax.jacfwd, False), (jax.jacrev, True)],
 )
 def test_groups_whose_function_closes_over_a_differentiated_value(derivative, has_data):
     def line(p, x, y, slope):
@@ -247,6 +249,7 @@ def test_a_direction_without_data_has_derivative_zero(derivative):
     np.testing.assert_allclose(found, np.linalg.pinv(np.diff(np.eye(4), axis=0)))
 
 
+@pytest.mark.slow
 def test_the_rank_does_not_depend_on_units():
     @jax.jit
     @functools.partial(jax.jacrev, argnums=1)

@@ -109,9 +109,10 @@ def test_longest_trusted_period(name):
         assert max(periods) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(n, marks=pytest.mark.slow) for n in ("drift", "ratio")), "both"],
+    ["drift", "ratio", "both"],
 )
 def test_across_batches(name):
     drift, ratio = RULES[name]

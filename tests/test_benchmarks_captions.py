@@ -43,6 +43,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TABLES if TABLES[name].exists()])
 def test_figures_and_captions_of_kept_runs_train_nothing(name, tmp_path, monkeypatch):
     """Their numbers are of the kept runs, and not of today's code."""

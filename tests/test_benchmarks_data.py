@@ -734,6 +734,7 @@ def test_xor_of_a_seed():
     assert not np.array_equal(xor.examples(9, 3)[0], xor.examples(9, 4)[0])
 
 
+@pytest.mark.slow
 def test_textures_tell_their_class_by_their_spectrum_alone():
     (images, labels), validation, (test, test_labels) = textures.draw(500, 0)
     assert images.shape == (500, 3, 32, 32)

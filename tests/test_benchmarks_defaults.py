@@ -51,6 +51,7 @@ def test_examples_are_drawn_for_each_seed_and_none_twice(name):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_networks_have_the_outputs_that_the_targets_need(name):
     task = TASKS[name]
@@ -155,6 +156,7 @@ def test_as_good_means_within_a_margin_of_tuned_adam(accuracy, error, outcomes):
     assert (best.rate, best.longer_rate) == (0.1, 0.2)
 
 
+@pytest.mark.slow
 def test_table_and_figure_have_a_part_for_each_task(tmp_path):
     runs = [made_up("MLP, tanh", 0.95, 0.96), made_up("regression", 1.0, 0.9, True)]
     assert set(defaults.draw(SETTINGS, runs, tmp_path)) == {"defaults"}

@@ -100,18 +100,13 @@ def test_derivatives_match_the_hessian():
     np.testing.assert_allclose(mixed, hessian[1, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "linear", "speed", "num_modes", "end"),
     [
         ("burgers", lambda k: -VISCOSITY * k**2, 1.0, 128, 0.3),
-        pytest.param(
-            *("burgers-periodic", lambda k: -LOW_VISCOSITY * k**2, 1.0, 256, 0.3),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("kdv", lambda k: 1j * 0.022**2 * k**3, 1.0, 256, 0.2),
-            marks=pytest.mark.slow,
-        ),
+        ("burgers-periodic", lambda k: -LOW_VISCOSITY * k**2, 1.0, 256, 0.3),
+        ("kdv", lambda k: 1j * 0.022**2 * k**3, 1.0, 256, 0.2),
         ("ks", lambda k: 100 / 16**2 * k**2 - 100 / 16**4 * k**4, 100 / 16, 192, 0.06),
     ],
 )
@@ -228,6 +223,7 @@ def test_sizes_that_were_read_from_a_file():
     assert experiment._described("heat", read) == experiment._described("heat", tiny)
 
 
+@pytest.mark.slow
 def test_its_verdicts_and_figures(tmp_path):
     """On runs that are made up, of two seeds and with a look at each of two slabs."""
     sizes, point = {"wave": experiment.Size((4,), 32, 4)}, {"equation": "wave"}

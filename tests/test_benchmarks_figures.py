@@ -134,6 +134,7 @@ def is_whole(drawing):
     return page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_legend_of_the_filters_is_whole(number, drawn, tmp_path, monkeypatch):
     monkeypatch.setattr(_figures.gnlin, "TangentKernel", lambda model: lambda x: x)
@@ -158,6 +159,7 @@ def test_a_line_breaks_at_a_strength_that_is_not_compared():
     np.testing.assert_array_equal(np.isfinite(drawn), [True, False, True, True])
 
 
+@pytest.mark.slow
 def test_the_differences_are_drawn_where_strengths_are_compared(drawn, tmp_path):
     """Both train at the last two of four strengths, and the legend covers nothing."""
     error = np.random.default_rng(0).uniform(0.2, 0.3, (4, 4))

@@ -598,6 +598,7 @@ def test_a_run_that_only_falls_slowly_has_not_diverged():
     np.testing.assert_array_equal(diverged, [False, False, True, True, True])
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_before_training():
     settings = dataclasses.replace(stability.QUICK, seeds=2, num_train=20)
     first = training.first_losses(settings, Place())

@@ -323,6 +323,7 @@ def bounded(found):
     return [outcome for claim, outcome in found.items() if "linear problem" in claim]
 
 
+@pytest.mark.slow
 def test_points_of_error_are_judged_by_a_margin_and_by_their_direction():
     by = {"digits": 0.005, "digits-cross-entropy": 0.03}
     found = outcomes(of_tasks(8, lambda name, generator: {"points": by.get(name, 0)}))
@@ -467,6 +468,7 @@ def test_diverged_runs_are_reported_and_drawn(tmp_path):
     assert (tmp_path / "k_vs_lambda.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_verdict_says_at_how_many_strengths_it_was_tested():
     all_runs = of_tasks(8, lambda name, generator: {})
     for runs in all_runs:

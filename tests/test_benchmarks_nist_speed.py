@@ -37,6 +37,7 @@ def task():
 #
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", nist.MODELS)
 def test_certified_parameters_have_the_certified_sum_of_squares(name):
     problem = nist.load(name)

@@ -381,6 +381,7 @@ def test_a_run_that_has_ended_early_goes_on_at_its_own_pace():
     np.testing.assert_allclose(found.steps, 50)
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_a_method_and_batch(tmp_path):
     text = markdown(SETTINGS, made_up())
     assert text.count("\n") == 2 + 6
@@ -391,6 +392,7 @@ def test_the_table_has_a_row_a_method_and_batch(tmp_path):
     assert all((tmp_path / f"{name}.png").exists() for name in captions)
 
 
+@pytest.mark.slow
 def test_the_seed_sets_the_draw_and_the_target_is_attainable():
     with jax.enable_x64(False):
         image, text = (

@@ -324,7 +324,11 @@ def test_the_guessing_loss_of_sequences_is_over_their_tokens():
 
 
 @pytest.mark.parametrize(
-    "kind", ["values", pytest.param("state", marks=pytest.mark.exhaustive)]
+    "kind",
+    [
+        pytest.param("values", marks=pytest.mark.slow),
+        pytest.param("state", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_mini_batches_train_values_and_state(kind, task):
     """The sum, at a rate as many times smaller as there are examples, is the mean."""
@@ -352,6 +356,7 @@ def test_mini_batches_train_values_and_state(kind, task):
         np.testing.assert_allclose(total[name], mean[name], rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["mini-batches", "full batch", "solved"])
 def test_early_stopping_tells_bad_validation_scores_apart(way, task):
     """The validation targets are so far off that all scores are below zero."""
@@ -414,6 +419,7 @@ def test_k_vs_lambda_runs_on_the_task(kind, task, tmp_path):
     assert settings["num_runs"] == 2 * 2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["k-vs-lambda", "k-sweep", "batch"])
 def test_the_tasks_of_the_documentation_suit_the_experiments(name, task):
     module = importlib.import_module(EXPERIMENTS[name])

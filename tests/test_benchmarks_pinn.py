@@ -52,6 +52,7 @@ def flat_of(model):
     return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0])
 
 
+@pytest.mark.slow
 def test_the_objective_is_gnlins(small, dense):
     model, groups = small
     solution = gnlin.solve(model, groups, gnlin.DampedGaussNewton(1.0), max_steps=1)
@@ -60,6 +61,7 @@ def test_the_objective_is_gnlins(small, dense):
     np.testing.assert_allclose(found, 0.5 * np.sum(dense[1] ** 2))
 
 
+@pytest.mark.slow
 def test_a_natural_step_is_the_best_part_of_the_dense_one(small, dense):
     model, groups = small
     flat, residual, jacobian = dense

@@ -41,6 +41,7 @@ def test_a_row_is_one_run():
     np.testing.assert_allclose(columns["loss"][1], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_ended_runs_keep_their_loss_and_losses_below_rounding_count_as_rounding():
     x = jnp.linspace(0, 1, 5)
     model = (lambda y, x: y * x, jnp.ones(()))
@@ -163,6 +164,7 @@ def test_the_table_has_the_best_in_bold_where_some_are_worse():
     assert lines[-1].endswith("| 2 | **3** | **3** |")
 
 
+@pytest.mark.slow
 def test_the_figure_has_a_panel_a_problem(tmp_path):
     captions = ratio.draw(SETTINGS, AS_CLAIMED, tmp_path)
     assert set(captions) == {"ratio"}

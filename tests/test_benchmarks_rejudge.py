@@ -282,6 +282,7 @@ def test_the_command_line(monkeypatch, capsys):
         assert main(["rejudge", "regimes", "pinn"]) == (0 if alike else 1)
 
 
+@pytest.mark.slow
 def test_the_verdicts_of_kernel_drift_come_from_its_table(tmp_path, capsys):
     folder = tmp_path / kept.KEPT / "kernel-drift"
     shutil.copytree(kept.ROOT / kept.KEPT / "kernel-drift", folder)

@@ -364,6 +364,7 @@ def test_text_is_text(tmp_path):
     assert widths == {6, 11}
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C"])))
 def test_escaped_text_is_read_back(text):
     """Undo the escapes as both dialects of Markdown do: remove backslashes before

@@ -65,6 +65,7 @@ def test_preconditioned_steps_are_solved_and_say_whether_they_pay():
     assert all(row.note.startswith("pays") == (row.ratio < 1) for row in others)
 
 
+@pytest.mark.slow
 def test_relative_residual():
     setting = _small_layer()
     fn, y = preconditioners._residuals(setting.model)

@@ -93,6 +93,7 @@ def test_a_fit_that_is_not_solved_says_so():
     assert choice.case.note.endswith("not solved")
 
 
+@pytest.mark.slow
 def test_curves_have_their_solutions():
     starts, data, solutions = small_fits.logistic_curves(3)
     assert starts.shape == solutions.shape

@@ -64,6 +64,7 @@ def test_mini_batches_are_a_fit_by_hand():
         assert linearised == pytest.approx(float(accuracy))
 
 
+@pytest.mark.slow
 def test_the_linearised_network_is_looked_at_within_a_period():
     settings = dataclasses.replace(SETTINGS, seeds=1, num_looks=6, learning_rate=1.0)
     columns = training.mini_batches(settings, Place(), training.descent(6, 1.0))
@@ -162,6 +163,7 @@ def test_early_stopping_looks_at_the_validation_images_alone():
     np.testing.assert_array_equal(training.optimally_stopped(runs), [0.95, 0.5, 0.3])
 
 
+@pytest.mark.slow
 def test_a_summed_loss_is_the_mean_times_the_number_of_images():
     """A learning rate for the mean, divided by the number of images, is one for the
     sum."""

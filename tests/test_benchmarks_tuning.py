@@ -84,6 +84,7 @@ def made_up(task, size, ratio, shortfall):
     return Runs({"task": task, "batch_size": size}, columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ratios", "shortfall", "mean", "worst", "accurate"),
     [

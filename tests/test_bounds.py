@@ -9,9 +9,11 @@ import numpy as np
 import optimistix as optx
 import pytest
 import scipy.optimize
+from jax.flatten_util import ravel_pytree
 from problems import least_squares, rosenbrock
 
 import gnlin
+from gnlin._curve_fit._parameters import limits
 from gnlin._linearisation._bounds import Box
 from gnlin._linearisation._objective import SumOfSquares
 from gnlin._solver._between_bounds import between_bounds
@@ -122,6 +124,7 @@ def test_few_steps_where_many_bounds_are_active():
         assert solution.stats["num_feature_updates"] <= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "m", "p", "number"), [("damped", 40, 20, 8), ("gauss-newton", 150, 110, 2)]
 )
@@ -247,6 +250,7 @@ def test_many_bounds_in_one_program():
     assert rosenbrock_between._cache_size() == before
 
 
+@pytest.mark.slow
 def test_in_single_precision():
     a, b, lower, upper = next(linear_problems(20, 5, 1))
     args = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
@@ -324,6 +328,7 @@ def test_empty_traced_bounds_end_as_not_finite():
     assert end.result == optx.RESULTS.nonfinite
 
 
+@pytest.mark.slow
 def test_the_curvature_between_bounds_is_summed_over_parts():
     powers = jnp.arange(1.0, 11.0)
     fn = gnlin.PerExample(lambda w, x: jnp.tanh(x @ w) ** powers)
@@ -402,6 +407,22 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
+def test_lists_are_the_bounds_of_each_entry(name):
+    bounds = LISTS[name]
+    lower = {"None": [0, -np.inf, 0], "beside an array": [0, 1, 0]}.get(name, [0, 0, 0])
+    upper = {"None": [2, np.inf, 1], "beside an array": [2, 3, 0.9]}.get(name, [2, 3, 1])
+    for start in (jnp.ones(3), [jnp.asarray(1.0)] * 3):
+        for each in (bounds, limits(bounds, start)):
+            box = Box.of(each, start)
+            assert jax.tree.structure(box.upper) == jax.tree.structure(start)
+            np.testing.assert_array_equal(ravel_pytree(box.lower)[0], lower)
+            np.testing.assert_array_equal(ravel_pytree(box.upper)[0], upper)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "None" else pytest.mark.exhaustive) for n in LISTS],
+)
 def test_bounds_may_be_lists(name):
     y, start = 2.5 * np.exp(-1.3 * T) + 0.3, np.array([1.0, 1.1, 0.1])
     residuals = lambda p, _: decay(p, T) - y
@@ -450,6 +471,7 @@ def test_errors_of_lists_and_of_scipys_bounds(bounds, message):
         gnlin.curve_fit(decay, T, np.ones(50), start, bounds=bounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt, gnlin.GaussNewton])
 def test_traced_bounds_without_a_point_end_at_a_finite_point(solver):
     start = jnp.array([0.5, 0.5])

@@ -7,6 +7,8 @@ import optimistix as optx
 import pytest
 
 import gnlin
+from gnlin._curve_fit._parameters import limits
+from gnlin._linearisation._bounds import Box
 
 
 ones = np.ones
@@ -91,13 +93,33 @@ def by_curve_fit(bounds, start):
     return flat(fit.parameters)
 
 
-SOME = (
-    "one array for each leaf of its shape",
-    "None beside an array",
-    "a dictionary of lists",
-    "lists for the arrays of a list",
-    "rows for an array of two axes",
-)
+def bounds_by_optimistix(bounds, start):
+    return Box.of(bounds, start)
+
+
+def bounds_by_curve_fit(bounds, start):
+    return Box.of(limits(bounds, start), start)
+
+
+@pytest.mark.parametrize("by_door", [bounds_by_optimistix, bounds_by_curve_fit])
+def test_bounds_in_trees_of_each_entry(by_door):
+    """... before and within a compiled program."""
+    for name, (start, bounds, uppers) in CASES.items():
+        start = jax.tree.map(jnp.asarray, start)
+        for of in (
+            by_door,
+            lambda *pair: jax.jit(lambda y: by_door(pair[0], y))(pair[1]),
+        ):
+            box = of(bounds, start)
+            np.testing.assert_array_equal(flat(box.upper), uppers, err_msg=name)
+            lowers = flat(box.lower)
+            assert np.all((lowers == 0) | np.isneginf(lowers)), name
+            assert jax.tree.structure(box.lower) == jax.tree.structure(start), name
+            shapes = [jnp.shape(x) for x in jax.tree.leaves(start)]
+            assert [x.shape for x in jax.tree.leaves(box.upper)] == shapes, name
+
+
+SOME = ("a dictionary of lists",)
 
 
 @pytest.mark.filterwarnings("ignore")  # Nothing is left to estimate the noise from.
@@ -127,20 +149,25 @@ def test_bounds_in_trees(name):
 @pytest.mark.filterwarnings("ignore")
 def test_an_array_that_may_be_the_bound_of_each_array_or_hold_a_number_for_each():
     start = [jnp.ones(2), jnp.ones(2)]
-    solver = gnlin.LevenbergMarquardt(bounds=(None, np.array([1.5, 1.2])))
-    of_each = [1.5, 1.2, 1.5, 1.2]
-    by_solve = gnlin.solve(start, gnlin.Residuals(residuals), solver).model
-    np.testing.assert_allclose(flat(by_solve), of_each, atol=1e-6)
-    np.testing.assert_allclose(by_optimistix(solver.bounds, start), of_each, atol=1e-6)
-    of_leaves = [1.5, 1.5, 1.2, 1.2]
-    np.testing.assert_allclose(by_curve_fit(solver.bounds, start), of_leaves, atol=1e-6)
+    bounds = (None, np.array([1.5, 1.2]))
+    upper = lambda of, bounds: flat(of(bounds, start).upper)
+    of_each, of_leaves = [1.5, 1.2, 1.5, 1.2], [1.5, 1.5, 1.2, 1.2]
+    np.testing.assert_array_equal(upper(bounds_by_optimistix, bounds), of_each)
+    np.testing.assert_array_equal(upper(bounds_by_curve_fit, bounds), of_leaves)
     numbers = (None, [1.5, 1.2])
-    np.testing.assert_allclose(by_optimistix(numbers, start), of_leaves, atol=1e-6)
+    np.testing.assert_array_equal(upper(bounds_by_optimistix, numbers), of_leaves)
+    # curve_fit itself, whose bounds these are
+    np.testing.assert_allclose(by_curve_fit(bounds, start), of_leaves, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", ["None beside an array", "rows for an array of two axes", "nested lists"]
+    "name",
+    [
+        pytest.param("None beside an array", marks=pytest.mark.slow),
+        "rows for an array of two axes",
+        pytest.param("nested lists", marks=pytest.mark.slow),
+    ],
 )
 def test_derivatives_by_bounds_in_trees(name):
     """An entry at its bound moves with it."""

@@ -198,6 +198,7 @@ def test_when_auto_takes_it(shape, filter, budget, expected, backend, monkeypatc
     assert backend == "gpu" or found[0] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "largest"), [(jnp.float32, 2), (jnp.float64, 1e-4)])
 def test_parameters_that_the_data_do_not_determine_stay(dtype, largest):
     """Only sums of two parameters matter, and the data are noisy: rounding must not
@@ -215,6 +216,7 @@ def test_parameters_that_the_data_do_not_determine_stay(dtype, largest):
     assert np.max(np.abs(solution.value[:24] - solution.value[24:])) < largest
 
 
+@pytest.mark.slow
 def test_levels_of_factors_that_overlap():
     """The mean of an additive model and its levels are determined up to two sums."""
     rng = np.random.default_rng(0)

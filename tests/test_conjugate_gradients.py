@@ -288,6 +288,7 @@ class Incomparable:
         return jnp.tanh(self.weights @ x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "solver", "loss"),
     [

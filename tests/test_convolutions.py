@@ -180,6 +180,7 @@ WITHIN = {
 }
 
 
+@pytest.mark.slow
 @only_on_a_cpu
 @pytest.mark.parametrize("name", WITHIN)
 def test_in_programs_within(name):
@@ -266,6 +267,7 @@ def network():
     return fn, parameters, jnp.asarray(x)
 
 
+@pytest.mark.slow
 @only_on_a_cpu
 @pytest.mark.parametrize("part_size", [None, 4])
 def test_products_of_a_linearisation_have_them_with_channels_last(part_size):

@@ -156,6 +156,7 @@ def test_any_start_of_a_linear_model():
     np.testing.assert_allclose(found, 3 * [found[0]], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_robust_loss_and_some_parameters():
     loss = gnlin.losses.PseudoHuber(0.1, reweighted=1)
     robust = gnlin.Residuals(decay, X, loss=loss)

@@ -143,6 +143,7 @@ def line_and_noise(p, x):
     return jnp.stack([p["a"] + p["b"] * x, p["s"] + p["t"] * x])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_convex_has_the_inverse_of_its_whole_hessian():
     loss, y = Gaussian(), 1 + 0.5 * X + np.exp(-1 + 0.2 * X) * NOISE[0]
 
@@ -179,6 +180,7 @@ def test_a_negative_curvature_that_is_too_large_is_told():
         covariance((lambda p, x: p * x, 0.0), (x, targets), loss=Wave())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [_covariance._MANY, 0])
 def test_differences_are_known_where_places_are_not(monkeypatch, most):
     monkeypatch.setattr(_covariance, "_MANY", most)
@@ -310,6 +312,7 @@ def test_all_errors_by_solves_are_those_of_a_dense_inverse(monkeypatch, klu, num
     np.testing.assert_allclose(known.standard_errors, np.sqrt(variances), rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_errors_along_a_retraction():
     """A direction on the sphere, in the two coordinates of its tangent plane."""
 
@@ -332,6 +335,7 @@ def test_errors_along_a_retraction():
         covariance(solution, group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_small_part_of_what_is_not_determined(dtype):
     """The sum of two numbers was measured, and nothing else. So the variance of the sum
@@ -466,7 +470,8 @@ def spectra(num_times):
     return groups, gnlin.solve(start, groups)
 
 
-@pytest.mark.parametrize("num_times", [pytest.param(3, marks=pytest.mark.slow), 30])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_times", [3, 30])
 def test_many_outputs_of_examples_that_read_few_parameters(num_times):
     # With 30 outputs that read four parameters, the rows are replaced by triangles.
     groups, solution = spectra(num_times)

@@ -297,7 +297,8 @@ def test_draws_of_a_regression_are_about_its_mean():
         posterior.sample(test, key=0)
 
 
-@pytest.mark.parametrize("num_classes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_classes", [2, 3])
 def test_probabilities_are_of_each_logit_less_the_mean_of_the_others(num_classes):
     """A constant added to all logits has no effect, although its variance is the
     prior's, as the data say nothing about it."""

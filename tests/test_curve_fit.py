@@ -190,6 +190,7 @@ def fit_of_a_product(dtype=np.float64):
     return fit, x, slope * x + cut, np.sum((y - slope * x - cut) ** 2) / 3
 
 
+@pytest.mark.slow
 def test_a_derived_quantity_may_be_determined_where_its_parameters_are_not():
     fit, *_, variance = fit_of_a_product()
     _, error = fit.derived(lambda p: {"product": p["a"] * p["b"], "a": p["a"]})
@@ -235,6 +236,7 @@ def test_a_band_is_finite_at_the_data_of_a_curve_of_low_rank():
         assert np.isfinite(fit.band(x).high).all()
 
 
+@pytest.mark.slow
 def test_a_band_is_infinite_where_the_data_do_not_determine_the_curve():
     x = {"x": X, "other": np.zeros(50)}
     f = lambda p, x: (p["a"] + p["b"]) * x["x"] + p["b"] * x["other"]
@@ -314,6 +316,7 @@ def test_profiles_match_separate_refits():
         np.testing.assert_allclose(found, roots, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_profiles_of_exact_data_with_known_noise():
     """The ends are where chi-squared has risen by its quantile, also from zero."""
     rate = lambda p, x: jnp.exp(-p * x)
@@ -432,6 +435,7 @@ def test_a_loss_that_ignores_all_points_at_the_start():
         gnlin.curve_fit(line, x, y, far, loss=loss, sigma=0.3)
 
 
+@pytest.mark.slow
 def test_a_loss_that_ignores_most_points():
     """From a steep line, Tukey's loss sees only the few points that this line happens to
     cross, and the best line through those few has tiny standard errors."""
@@ -635,6 +639,7 @@ def test_a_fit_under_jit_in_a_loop_is_compiled_once():
     assert num_compiled(lambda: fit(jnp.asarray(Y), start)) == 0
 
 
+@pytest.mark.slow
 def test_what_needs_the_numbers_of_a_fit_inside_jit():
     def run(method, y, *given, **options):
         fit = gnlin.curve_fit(decay, X, y, START, sigma=0.05, **options)
@@ -698,6 +703,7 @@ def test_a_missing_x_is_a_missing_point():
     check_fit_of(np.isfinite(x), fit)
 
 
+@pytest.mark.slow
 def test_a_missing_x_that_other_points_read():
     """Another x in its place would change the curve at its neighbours."""
     x = np.sin(np.arange(40.0)) + 0.1 * np.arange(40.0)
@@ -750,6 +756,7 @@ def test_sigma_is_of_the_shape_of_y():
         gnlin.curve_fit(two_lines, x, y, LINE, sigma=sigma.T)
 
 
+@pytest.mark.slow
 def test_a_covariance_that_is_symmetric_to_single_precision():
     """A product of three factors is symmetric to their rounding only."""
     rng = np.random.default_rng(0)
@@ -776,6 +783,7 @@ def test_sigma_of_a_dictionary_of_values():
     np.testing.assert_allclose(values(fit.parameters), values(same.parameters))
 
 
+@pytest.mark.slow
 def test_units_in_which_all_is_small():
     """All numbers are below the absolute tolerance."""
     scale = 1e-20
@@ -871,6 +879,7 @@ def test_lists_of_numbers(f, x):
     np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_starts_that_reach_the_best_loss_are_counted():
     """The losses differ by rounding: they are zero or negative."""
     f = lambda p, x: jnp.exp(-p["a"] * x) + p["b"]
@@ -961,6 +970,7 @@ def test_in_single_precision():
     np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_by_an_xla_that_lacks_the_options_to_compile_quickly(monkeypatch):
     quick = gnlin.curve_fit(decay, X, Y, START)
     monkeypatch.setitem(_quickly._EMITTERS, "xla_of_another_version", True)
@@ -1058,6 +1068,7 @@ def written_anew(shift):
     return lambda p, x: jax.nn.relu(p["a"]) * jnp.exp(-p["rate"] * x) + shift
 
 
+@pytest.mark.slow
 def test_a_redefined_function_is_not_compiled_again():
     start = {"a": 1.0, "rate": 0.5}
     fits = []
@@ -1118,9 +1129,8 @@ def orthogonal(p, x):
     return p[0] * jnp.cos(x) + p[1] * jnp.sin(x)
 
 
-@pytest.mark.parametrize(
-    "derivative", [jax.jacfwd, pytest.param(jax.jacrev, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
 def test_derivatives_where_singular_values_are_equal(derivative):
     x = np.linspace(0, 2 * np.pi, 17)[:-1]
     y = 2 * np.cos(x) - np.sin(x) + 0.1 * np.cos(5 * x)
@@ -1170,6 +1180,7 @@ def test_second_derivatives_with_several_parameters_at_bounds():
     np.testing.assert_allclose(found, np.diag([-0.25, 0, 0]), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_many_undetermined_directions_are_a_short_warning():
     f = lambda p, x: jnp.sum(p["a"]) * jnp.ones_like(x)
     with pytest.warns(UserWarning, match="; or 6 other directions does not") as warned:
@@ -1279,6 +1290,7 @@ def test_what_a_retraction_does_not_go_with():
         gnlin.curve_fit(f, x, x[1], start, wrong)
 
 
+@pytest.mark.slow
 def test_derivatives_with_a_retraction_are_an_error():
     def fitted(y):
         turn = lambda row, step: row + jnp.sin(step)
@@ -1393,6 +1405,7 @@ def test_a_parameter_of_zero_can_be_determined():
         assert np.isfinite(values(fit.standard_errors)).all()
 
 
+@pytest.mark.slow
 def test_a_derivative_that_is_not_finite_is_placed_and_named():
     x = np.array([1.0, 2, 0, 3])
     y = np.array([0.4, 0.7, 0, 0.8])
@@ -1456,6 +1469,7 @@ def test_a_curve_that_is_not_finite_has_no_errors():
     assert "error unknown" in str(fit)
 
 
+@pytest.mark.slow
 def test_a_list_of_complex_arrays_is_no_array():
     s = 1j * np.linspace(0.0, 4.0, 9)
     y = np.abs(3 / (0.7 + s))
@@ -1507,6 +1521,7 @@ def test_squares_that_underflow_or_overflow(dtype, size, said):
         assert np.isnan(fit.confidence_intervals().low["rate"])
 
 
+@pytest.mark.slow
 def test_squares_that_underflow_during_the_run():
     """The loss of the start is not zero, and the rate is not changed at all."""
     x, size = X.astype(np.float32), np.float32(1e-19)
@@ -1577,6 +1592,7 @@ def test_bounds_and_fixed_parameters_within_dictionaries():
     np.testing.assert_allclose([fast["a"], slow["rate"]], flat.x[[0, 2]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_entry_of_an_array_is_fixed_by_equal_bounds():
     f = lambda p, x: jnp.polyval(p["c"], x)
     ends = [None, 1.0, None]
@@ -1804,6 +1820,7 @@ def test_a_point_of_infinite_sigma_is_left_out():
     np.testing.assert_allclose(two.standard_errors["a"], fit.standard_errors["a"], 1e-6)
 
 
+@pytest.mark.slow
 def test_numbers_of_a_pair_are_trained():
     start = {"a": 1, "b": 0.5}
     f = lambda p, x: p["a"] * jnp.exp(-p["b"] * x)
@@ -2002,6 +2019,7 @@ def test_starts_inside_a_compiled_function_need_bounds():
         jax.jit(losses)(Y)
 
 
+@pytest.mark.slow
 def test_data_that_single_precision_rounds_away():
     x = 2460000.5 + np.linspace(0, 0.5, 40)
     y = 1 + x - x[0]
@@ -2033,6 +2051,7 @@ def test_a_cubic_over_thousands_of_channels_in_single_precision():
         np.testing.assert_allclose(fit.parameters, expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heights", "kind", "in_parts"),
     [
@@ -2041,9 +2060,7 @@ def test_a_cubic_over_thousands_of_channels_in_single_precision():
             np.uint8,
             False,
         ),
-        pytest.param(
-            *(lambda p, of: p["heights"][of], np.int64, True), marks=pytest.mark.slow
-        ),
+        (lambda p, of: p["heights"][of], np.int64, True),
     ],
 )
 def test_indices_in_x_stay_whole_numbers_and_others_do_not_wrap(heights, kind, in_parts):
@@ -2118,6 +2135,7 @@ def test_columns_of_whole_numbers_that_a_function_joins():
         np.testing.assert_allclose(found, y, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_columns_that_must_become_floats_together():
     """`jax.lax.sub` takes arrays of one dtype only, and bytes would wrap."""
     i, j = np.arange(20, dtype=np.uint8), np.arange(20, dtype=np.uint8)[::-1].copy()
@@ -2128,6 +2146,7 @@ def test_two_columns_that_must_become_floats_together():
     np.testing.assert_allclose(list(fit.parameters.values()), [0.1, 2], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_with_whole_numbers_as_x():
     class Bowl(eqx.Module):
         middle: jax.Array
@@ -2161,6 +2180,7 @@ def test_an_interval_where_the_loss_rises_steeply():
         np.testing.assert_allclose(found["a"], expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_end_that_is_not_found_is_told(monkeypatch):
     monkeypatch.setattr("gnlin._curve_fit._profiles._MOST_REFITS", 2)
     fit, words = steep_fit(), "interval of a was not found: it lies between"
@@ -2170,15 +2190,12 @@ def test_an_end_that_is_not_found_is_told(monkeypatch):
     assert told[0].filename == __file__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("beyond", "words"),
     [
         (lambda f, far: jnp.where(far, jnp.inf, f), "is not finite beyond 6"),
-        pytest.param(
-            lambda f, far: eqx.error_if(f, far, "too far"),
-            "raises an error beyond 6",
-            marks=pytest.mark.slow,
-        ),
+        (lambda f, far: eqx.error_if(f, far, "too far"), "raises an error beyond 6"),
     ],
 )
 def test_an_interval_where_f_is_not_finite(beyond, words):

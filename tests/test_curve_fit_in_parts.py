@@ -273,6 +273,7 @@ def test_missing_points(missing):
     check_same(fit, gnlin.curve_fit(decay, x, y, START, **options))
 
 
+@pytest.mark.slow
 def test_missing_counts():
     f, x, y, options = CASES["counts"]
     y, start = np.where(X < 1, np.nan, y), START | {"c": 0.1}
@@ -316,6 +317,7 @@ def test_what_the_data_do_not_determine_is_said():
     np.testing.assert_allclose(parts.standard_errors["rate"], error, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rounding_of_all_points_determines_nothing():
     """The two slopes differ by 45 roundings, and the sum of 1,000 points by more."""
     f = lambda p, x: p["a"] * x + p["c"] * (x * (1 + 1e-14 * jnp.cos(9 * x)))
@@ -323,6 +325,7 @@ def test_rounding_of_all_points_determines_nothing():
         gnlin.curve_fit(f, X, Y, {"a": 1.0, "c": 0.0}, in_parts=True)
 
 
+@pytest.mark.slow
 def test_a_parameter_on_a_plateau_is_not_determined():
     x = np.linspace(-1, 1, 40)
     noise = np.cos(30 * x) - np.mean(np.cos(30 * x))  # even, so it has no slope

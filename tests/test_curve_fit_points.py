@@ -44,6 +44,7 @@ def promotion():
         yield
 
 
+@pytest.mark.slow
 def test_outliers_among_complex_values():
     fit = gnlin.curve_fit(impedance, W, Z, START, sigma=S, loss=HUBER)
     assert fit.outliers().tolist() == [10, 40]
@@ -53,6 +54,7 @@ def test_outliers_among_complex_values():
     assert fit.degrees_of_freedom == 96
 
 
+@pytest.mark.slow
 def test_a_worse_minimum_with_many_outliers_warns():
     start = {"R0": 1.0, "R": 50.0, "tau": 1e-1, "a": 1.0}
     with pytest.warns(UserWarning, match=r"\d+ of 50 points are outliers.*`bounds`"):
@@ -139,6 +141,7 @@ def test_places_in_a_flattened_y():
     assert found["c"].tolist() == [[False], [True]]
 
 
+@pytest.mark.slow
 def test_a_complex_curve_that_is_not_finite_names_the_point():
     x = np.arange(6.0)
     with pytest.warns(
@@ -155,7 +158,7 @@ def test_a_rate_that_is_not_positive_names_the_point():
         gnlin.curve_fit(rates, x, y, 1.0, loss=loss)
 
 
-@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("in_parts", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sigma_is_checked_at_each_entry(in_parts):
     x = np.arange(4.0)
     y, sigma = np.stack([x, 2 * x], axis=1) + 0.1, np.ones((4, 2))
@@ -255,6 +258,7 @@ def test_each_pixel_of_an_image_is_a_point():
     np.testing.assert_allclose(fit.aic, flat.aic, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_pixels_of_many_images():
     x, start = {"u": ROWS, "v": COLUMNS}, {"height": 40.0, "u": 5.0}
     ys = np.stack([image(x), np.array(spot({"height": 50.0, "u": 5.3}, x))])

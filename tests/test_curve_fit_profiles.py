@@ -27,6 +27,7 @@ def line():
     return gnlin.curve_fit(lambda p, x: p["a"] + p["b"] * x, X, Y, {"a": 0.0, "b": 0.0})
 
 
+@pytest.mark.slow
 def test_ctrl_c_returns_the_ends_found_so_far(monkeypatch):
     fit, number = line(), 0
 
@@ -157,6 +158,7 @@ def log_reported(p, weeks):
     return jnp.log(p["rho"] * 1e6 * new + 1e-9)
 
 
+@pytest.mark.slow
 def test_an_end_far_before_a_bound_is_that_of_scipys_refits():
     """A refit at the lower bound of rho would take 800 steps, and one at the end 13."""
     weeks, dispersion = np.arange(1.0, 27), 0.02

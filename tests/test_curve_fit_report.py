@@ -89,6 +89,7 @@ def test_values_differ_from_what_is_printed_by_less_than_their_errors():
         assert abs(float(text) - value) <= 0.006 * error
 
 
+@pytest.mark.slow
 def test_counts_of_one():
     x = np.arange(3.0)
     fit = gnlin.curve_fit(lambda p, x: p["a"] + p["b"] * x, x, x**2, {"a": 0.0, "b": 0.0})
@@ -188,6 +189,7 @@ def undetermined(f, x, start, y=PANEL):
     return direction
 
 
+@pytest.mark.slow
 def test_entries_that_move_alike_are_said_once():
     f = lambda p, g: p["c"] + p["fe"][g]
     start = {"c": 0.0, "fe": np.zeros(NUM_GROUPS)}
@@ -212,6 +214,7 @@ def test_others_are_counted():
         np.testing.assert_allclose(move, null[k] / null[largest], rtol=6e-3)
 
 
+@pytest.mark.slow
 def test_each_array_of_a_direction_is_named():
     slopes = RNG.normal(size=(20, 21))
     f = lambda p, x: jnp.asarray(slopes) @ jnp.concatenate(jax.tree.leaves(p))
@@ -233,6 +236,7 @@ def coupled(upper, y_shift=0.0):
     return x, y, gnlin.curve_fit(f, x, y, start, **options)
 
 
+@pytest.mark.slow
 def test_an_end_at_the_bound_of_another_parameter_is_told():
     x, y, fit = coupled(upper=1.3)
     said = "lower end of a lies where b is at its upper bound. With wider bounds"
@@ -261,6 +265,7 @@ def test_a_bound_that_holds_at_the_minimum_is_no_news():
         fit.confidence_intervals(names="a")
 
 
+@pytest.mark.slow
 def test_parameters_without_effect_are_not_mixed_with_each_other():
     """Two have columns of zero, two pairs have only a sum or a product, one is known."""
     x = np.linspace(1, 2, 30)

@@ -141,7 +141,8 @@ def test_on_a_curved_valley(rule, acceleration):
     np.testing.assert_allclose(solution.value, 1, atol=1e-8)
 
 
-@pytest.mark.parametrize("factor", [1.0, pytest.param(1e4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.0, 1e4])
 def test_a_radius_shrinks_if_a_factorisation_fails(factor):
     """A curvature of rank 3 has no Cholesky factor with a tiny damping."""
     rng = np.random.default_rng(0)
@@ -214,6 +215,7 @@ class Halving(Halved):
         return trial.damping / 2
 
 
+@pytest.mark.slow
 def test_a_rule_may_return_plain_numbers():
     a, b = matrix(MATRICES["tall"])
     args = jnp.asarray(a), jnp.asarray(b)

@@ -66,17 +66,11 @@ FILTERS = {
 }  # fmt: skip
 
 
-# With these, each pair of a method, a mode and a precision occurs.
-OFTEN = dict(zip(FILTERS, ["svd", "svd", "eigh", "eigh", "eigh"], strict=True))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "mode", "shape", "dtype"),
     [
-        pytest.param(
-            *(name, method, MODES[(i + j) % 2], SHAPES[(i + j) % 3], DTYPES[i % 2]),
-            marks=() if method == OFTEN[name] else pytest.mark.slow,
-        )
+        (name, method, MODES[(i + j) % 2], SHAPES[(i + j) % 3], DTYPES[i % 2])
         for i, name in enumerate(FILTERS)
         for j, method in enumerate(["svd", "eigh"])
     ],
@@ -106,6 +100,7 @@ def test_the_step_of_a_filter_where_singular_values_are_equal(
     np.testing.assert_allclose(found, wanted, atol=tolerance * size, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "shape", "dtype"),
     [

@@ -124,6 +124,7 @@ def test_under_vmap_and_jit_each_run_has_its_own_detours():
         assert number == alone.stats["num_steps"]
 
 
+@pytest.mark.slow
 def test_between_bounds():
     bounded = eqx.tree_at(
         lambda s: s.bounds, WITH, (-2.0, [2.0, 0.7]), is_leaf=lambda x: x is None

@@ -74,7 +74,7 @@ def test_steps_that_raise_the_linearised_loss_are_refused(method, component):
     ("rate", "period", "num_steps"),
     [(1.9, 10, 6), (55.8, 1, 6), (55.8, 10, 2), (55.8, 10, 1)],
 )
-@pytest.mark.parametrize("divergence", [100.0, 3.0])
+@pytest.mark.parametrize("divergence", [pytest.param(100.0, marks=pytest.mark.slow), 3.0])
 def test_a_run_that_diverges_returns_its_best_model(rate, period, num_steps, divergence):
     solver = gnlin.IterativeLinearisation(period, rate / largest_eigenvalue())
     solution, said = run(solver, max_steps=num_steps, divergence=divergence)
@@ -110,6 +110,7 @@ def test_many_runs_of_which_some_diverge():
     np.testing.assert_array_equal(diverged, [True, True])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [1, 10])
 def test_a_full_batch_of_fit_ends_in_the_same_way(period):
     rate = 55.8 * len(DATA[0]) / largest_eigenvalue()
@@ -171,7 +172,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("said", SETTINGS)
+@pytest.mark.parametrize(
+    "said",
+    [pytest.param(s, marks=() if "damping" in s else pytest.mark.slow) for s in SETTINGS],
+)
 def test_a_setting_that_leaves_its_range_is_named(said):
     solution, warning = run(SETTINGS[said](), max_steps=8)
     assert solution.result == optx.RESULTS.nonfinite
@@ -211,6 +215,7 @@ def test_a_schedule_of_the_period_may_be_infinite():
     np.testing.assert_allclose(same.history.loss, endless.history.loss, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_periods_that_are_no_number_of_steps_are_in_the_result():
     def ended(period):
         solver = gnlin.IterativeLinearisation(period, 1e-3)
@@ -222,6 +227,7 @@ def test_periods_that_are_no_number_of_steps_are_in_the_result():
     np.testing.assert_array_equal(found, [True, True, True, True, False, False])
 
 
+@pytest.mark.slow
 def test_inner_steps_that_diverge_are_told_also_far_above_the_start():
     keys = jax.random.split(jax.random.key(0), 3)
     model = eqx.nn.MLP(3, 2, 16, 1, jnp.tanh, dtype=float, key=keys[0])

@@ -504,6 +504,7 @@ def test_short_representations():
     assert repr(several(jnp.ones(2))) == "Spectrum(eigenvalues=f64[2,3])"
 
 
+@pytest.mark.slow
 def test_a_model_may_have_attributes_named_as_those_of_results():
     class Named(eqx.Module):
         model: jax.Array

@@ -46,7 +46,8 @@ def compare(lin, outputs, rest=None, *, is_resolved=True, tolerance=1e-9):
 
 
 @pytest.mark.parametrize(
-    ("way", "with_rest"), [(SchurComplement, True), (SparseLU, False)]
+    ("way", "with_rest"),
+    [(SchurComplement, True), pytest.param(SparseLU, False, marks=pytest.mark.slow)],
 )
 def test_steps_are_those_of_the_pseudo_inverse(monkeypatch, way, with_rest):
     monkeypatch.setattr(_fallbacks, "_factorising", lambda cost: way)
@@ -57,6 +58,7 @@ def test_steps_are_those_of_the_pseudo_inverse(monkeypatch, way, with_rest):
     compare(lin, lin.outputs, rest, is_resolved=is_resolved, tolerance=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_held", "num_unread"), [(True, 0), (False, 2)])
 def test_graphs_with_and_without_a_gauge(is_held, num_unread):
     """Nothing holds the second chain, so its place may be anywhere, and the step is the
@@ -73,6 +75,7 @@ def test_graphs_with_and_without_a_gauge(is_held, num_unread):
     compare(lin, lin.outputs, is_resolved=is_held)
 
 
+@pytest.mark.slow
 def test_directions_that_are_nearly_flat_are_solved_densely():
     """The damping would be felt in them."""
     start, groups = chain(40)

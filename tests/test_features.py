@@ -382,6 +382,7 @@ def test_the_distance_between_two_runs():
     assert result.history["apart"][-1] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_kernel_of_a_model_with_a_state_and_a_key():
     """In inference mode, dropout does nothing and the statistics are fixed."""
 

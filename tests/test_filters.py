@@ -257,6 +257,7 @@ def test_derivatives_of_gradient_descent_are_those_of_the_loop(period, traced):
     assert np.all(np.isfinite(by_period(float(period), w)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_derivatives_without_end_are_those_of_the_inverse(traced):
     """The exponential of minus infinity has no derivative of its own."""

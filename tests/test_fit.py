@@ -284,6 +284,7 @@ def test_a_damping_too_small_for_the_precision_grows():
     assert result.history["loss"][-1] < 1e-3 * result.history["loss"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.1, 0.0])
 def test_losses_that_hover_are_no_reason_to_warn(noise):
     """Such losses occur in a run that begins where the last one ended, or at the
@@ -572,6 +573,7 @@ class Points(gnlin.callbacks.Callback):
         self.points.append(numbers(run.model))
 
 
+@pytest.mark.slow
 def test_batch_normalisation_by_gauss_newton():
     solver = gnlin.DampedGaussNewton(0.3, search=None)
     points = Points(NORMALISED)
@@ -663,6 +665,7 @@ def test_batch_normalisation_by_iterative_linearisation():
     assert_close(result.history["validation_loss_linearised"][4], loss)
 
 
+@pytest.mark.slow
 def test_the_full_batch_with_state():
     solver = gnlin.DampedGaussNewton(0.3)
     result = fit(NORMALISED, (X, T), solver, batch_size=None, steps=2, state=STATE)
@@ -915,6 +918,7 @@ class Images(eqx.Module):
         return self.dense(jnp.tanh(x).ravel()), state
 
 
+@pytest.mark.slow
 def test_outputs_in_half_precision_have_a_loss_in_single():
     inputs = jnp.linspace(-1.0, 1.0, 100, dtype=jnp.float32)[:, None]
     targets = jnp.full((100, 1), 0.3, jnp.float32)
@@ -971,6 +975,7 @@ def test_images_of_whole_numbers_are_told_to_be_converted():
         gnlin.fit(model, (images, np.zeros(8, int)), state=state, batch_size=4, epochs=1)
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_loader_may_have_no_weight():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(12, 3))
@@ -1003,6 +1008,7 @@ def test_a_first_batch_without_a_loss_is_no_measure():
     assert result.history.loss[-1] < 0.8 * result.history.loss[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "batch_size"), [(gnlin.SquaredError(), None), (gnlin.losses.LogCosh(), 8)]
 )
@@ -1132,6 +1138,7 @@ def test_the_advice_for_a_loss_that_rose_suits_the_run():
     assert said.endswith(" or `gnlin.LevenbergMarquardt()` in place of this solver.")
 
 
+@pytest.mark.slow
 def test_negative_losses_that_fall():
     x = np.linspace(-1, 1, 8)[:, None]
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
@@ -1174,12 +1181,14 @@ def of_large_inputs(solver):
     return gnlin.fit(model, (inputs, labels), solver, **settings, progress=False)
 
 
+@pytest.mark.slow
 def test_the_default_finds_a_step_on_inputs_that_are_not_scaled():
     history = of_large_inputs(gnlin.LevenbergMarquardt()).history
     assert history.step_norm[0] == 0  # the first damping is far too small
     assert np.mean(history.loss[-3:]) < 0.1 * history.loss[0]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_is_told():
     with pytest.warns(UserWarning, match="made no step: none lowered the loss of its"):
         of_large_inputs(gnlin.DampedGaussNewton(1e-9))
@@ -1192,6 +1201,7 @@ class Uncalled(Normalised):
         return self.last(jnp.tanh(self.first(x))), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("driver", "given"), [("fit", "the state of another model"), ("solve", "no state")]
 )

@@ -439,6 +439,7 @@ def test_an_early_stop_hands_back_the_state_of_the_best():
     np.testing.assert_array_equal(numbers(result.model), numbers(models.models[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "every"), [((7,), "step"), ((4, 7), "feature_update"), ((4, 7), "epoch")]
 )
@@ -977,6 +978,7 @@ class Scaled(eqx.Module):
             return (x * self.by).astype(float) @ self.weight
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*it diverged")
 def test_a_whole_number_and_a_float_are_two_programs():
     x, t = np.full((4, 3), 100, np.uint8), np.ones((4, 2))
@@ -987,7 +989,8 @@ def test_a_whole_number_and_a_float_are_two_programs():
     assert losses[0]["loss"] != losses[1]["loss"]  # the first of which overflows
 
 
-@pytest.mark.parametrize("by_optax", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by_optax", [False, True])
 def test_redefined_functions_of_a_model_are_not_compiled_again(by_optax):
     mlp = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
     solver = optax.sgd(0.1) if by_optax else DESCENT
@@ -1009,9 +1012,10 @@ def test_redefined_functions_of_a_model_are_not_compiled_again(by_optax):
 SCALE = 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batch_size",
-    [*(pytest.param(n, marks=pytest.mark.slow) for n in (None, 4)), "drawn"],
+    [None, 4, "drawn"],
 )
 def test_redefined_groups_are_not_compiled_again(batch_size, monkeypatch):
     is_drawn = batch_size == "drawn"
@@ -1042,6 +1046,7 @@ def test_redefined_groups_are_not_compiled_again(batch_size, monkeypatch):
     assert not np.array_equal(other[0], first)
 
 
+@pytest.mark.slow
 def test_a_key_of_another_kind():
     """The step is compiled for keys of the kind that was passed."""
     key, keys = jax.random.key(0, impl="rbg"), []
@@ -1124,6 +1129,7 @@ def test_early_stop_by_a_measure_whose_name_is_like_that_of_validation():
     assert "validity" in solution.history
 
 
+@pytest.mark.slow
 def test_a_table_with_a_comma_in_a_groups_name(tmp_path):
     group = gnlin.Residuals(lambda p, _: p - 1.0)
     solution = gnlin.solve(jnp.zeros(2), {"a, b": group, 'c"': group}, max_steps=2)

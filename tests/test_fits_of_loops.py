@@ -141,6 +141,7 @@ def test_functions_that_are_never_finite():
     assert np.all(np.isnan(one.standard_errors))
 
 
+@pytest.mark.slow
 def test_copies_of_the_function(monkeypatch):
     """The first program has those of the solver, and a second one is not needed."""
     found, first = [], _program._first
@@ -171,6 +172,7 @@ def noisy(p, x, size=1e-5):
     return looped(p, x) + jax.lax.stop_gradient(error)
 
 
+@pytest.mark.slow
 def test_a_run_that_stands_still_close_to_the_minimum_has_converged():
     x, y = data()
     with warnings.catch_warnings():

@@ -46,6 +46,7 @@ def test_functions_without_a_derivative_are_refused(name, solver):
         gnlin.solve(START, gnlin.Residuals(residuals), solver)
 
 
+@pytest.mark.slow
 def test_a_flat_part_is_allowed():
     """Compared with the closed form: the flat part does not pull."""
     groups = {

@@ -44,15 +44,21 @@ def scipys(**options):
     [
         (optx.LevenbergMarquardt, gnlin.LevenbergMarquardt()),
         (optx.GaussNewton, gnlin.GaussNewton()),
-        (
+        pytest.param(
             optx.IndirectLevenbergMarquardt,
             gnlin.LevenbergMarquardt(damping=gnlin.damping.TrustRegion()),
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             lambda *tol: optx.LevenbergMarquardt(*tol, linear_solver=lx.QR()),
             gnlin.LevenbergMarquardt(method=lx.QR()),
+            marks=pytest.mark.slow,
         ),
-        (optx.LevenbergMarquardt, gnlin.LevenbergMarquardt(1e-8, 1e-8, optx.two_norm)),
+        pytest.param(
+            optx.LevenbergMarquardt,
+            gnlin.LevenbergMarquardt(1e-8, 1e-8, optx.two_norm),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_solvers_of_optimistix(theirs, ours):
@@ -72,6 +78,7 @@ def test_options_of_bounds_are_ignored_by_optimistix_and_refused_here():
     np.testing.assert_allclose(ours.value, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adjoints():
     def of_data(solver, **options):
         return jax.grad(lambda y: found(solver, args=(T, y), **options).value[1])(Y)
@@ -85,6 +92,7 @@ def test_adjoints():
         of_data(gnlin.LevenbergMarquardt(), adjoint=steps)
 
 
+@pytest.mark.slow
 def test_jaxopts_levenberg_marquardt():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -110,9 +118,9 @@ def test_jaxopts_levenberg_marquardt():
     ("loss", "ours"),
     [
         ("soft_l1", gnlin.losses.PseudoHuber),
-        ("huber", gnlin.losses.Huber),
-        ("cauchy", gnlin.losses.Cauchy),
-        ("arctan", gnlin.losses.Arctan),
+        pytest.param("huber", gnlin.losses.Huber, marks=pytest.mark.slow),
+        pytest.param("cauchy", gnlin.losses.Cauchy, marks=pytest.mark.slow),
+        pytest.param("arctan", gnlin.losses.Arctan, marks=pytest.mark.slow),
     ],
 )
 def test_losses_of_scipy(loss, ours):
@@ -122,6 +130,7 @@ def test_losses_of_scipy(loss, ours):
     np.testing.assert_allclose(value, expected.x, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_other_arguments_of_scipy():
     expected = scipys(x_scale="jac")
     fn = lambda p, _: residuals(p, (T, Y))
@@ -155,21 +164,20 @@ def test_rounded_residuals_end_at_the_start_elsewhere():
 WHOLE = np.array([1, 2, 3])
 
 
-@pytest.mark.parametrize(
-    "constant",
-    [
-        lambda p, n: n.astype(float),
-        lambda p, n: jnp.asarray(WHOLE),
-        lambda p, n: (n > 1).astype(float),
-        lambda p, n: jnp.zeros((), int).astype(float),
-        lambda p, n: jax.jit(lambda p, n: (p, n + 1))(p, n)[1].astype(float),
-        lambda p, n: (jax.debug.callback(lambda p: None, p), n)[1].astype(float),
-    ],
-    ids=["data", "closure", "mask", "zero", "jit", "callback"],
-)
-def test_constant_whole_numbers_beside_residuals(constant):
+CONSTANTS = {
+    "data": lambda p, n: n.astype(float),
+    "closure": lambda p, n: jnp.asarray(WHOLE),
+    "mask": lambda p, n: (n > 1).astype(float),
+    "zero": lambda p, n: jnp.zeros((), int).astype(float),
+    "jit": lambda p, n: jax.jit(lambda p, n: (p, n + 1))(p, n)[1].astype(float),
+    "callback": lambda p, n: (jax.debug.callback(lambda p: None, p), n)[1].astype(float),
+}
+
+
+def test_constant_whole_numbers_beside_residuals():
     """They add to the loss and move nothing: compared with the closed formula."""
-    fn = lambda p, n: {"a": p - 3, "m": constant(p, n)}
+    constants = lambda p, n: {name: of(p, n) for name, of in CONSTANTS.items()}
+    fn = lambda p, n: {"a": p - 3, "m": constants(p, n)}
     start, n = jnp.array([1.0, 0.5]), jnp.asarray(WHOLE)
     found = optx.least_squares(fn, gnlin.LevenbergMarquardt(), start, n)
     np.testing.assert_allclose(found.value, 3, rtol=1e-12)

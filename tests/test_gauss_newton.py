@@ -92,6 +92,7 @@ def test_a_linear_problem_is_solved_in_one_step_and_recognised_in_the_next():
     assert int(solution.stats["num_steps"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_linear_problem_converges_by_products_in_single_precision(noise):
     rng = np.random.default_rng(0)
@@ -320,6 +321,7 @@ def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
     assert error < 1e-5 * np.linalg.norm(steps["svd"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damping", [0.0, 1e-13])
 def test_tiny_damping_on_a_singular_problem(damping):
     """Directions with little damping are resolved as long as this is cheap."""
@@ -348,6 +350,7 @@ def test_preparation_for_other_filters_is_an_error():
     solve(PseudoInverse(), PseudoInverse(), gnlin.methods.NystromKernel(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "least"), [("svd", 3e-4), ("eigh", 1e-3)])
 def test_damped_steps_use_small_singular_values_in_single_precision(method, least):
     """Singular values above the usual rounding move a damped step even where they are

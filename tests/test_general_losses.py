@@ -282,6 +282,7 @@ BY_METHOD = {
 }
 
 
+@pytest.mark.slow
 def test_every_filter_by_every_method():
     """The gradient has a part that the curvature does not reach."""
     problem, oracle = SATURATED, dense("softmax, saturated")
@@ -619,6 +620,7 @@ def test_descent_on_the_loss_itself_matches_optax(method, build):
     assert_close(step, expected, 1e-11)
 
 
+@pytest.mark.slow
 def test_python_numbers_and_the_automatic_method():
     solver = gnlin.IterativeLinearisation(20, 0.002, 0.5)
     step, solution = solve(POISSON, solver)
@@ -652,6 +654,7 @@ def test_any_optimiser_on_each_linearised_model(build, restart, damping):
     assert int(solution.stats["num_feature_updates"]) == 2
 
 
+@pytest.mark.slow
 def test_a_period_of_one_that_keeps_its_state_is_the_optimiser_itself():
     optimiser = optax.adam(0.05)
     solver = gnlin.IterativeLinearisation(1, optimiser=optimiser, restart=False)
@@ -852,6 +855,7 @@ def in_every_form(w, mask, x, y, weights):
     return steps, each * (lin.outputs - y).ravel(), each[:, None] * jacobian
 
 
+@pytest.mark.slow
 @hypothesis.given(*sizes)
 def test_squared_error_in_disguise(seed, n, p):
     """The general code handles any shape: tall, wide, one example, one parameter."""
@@ -951,6 +955,7 @@ NOT_FINITE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", NOT_FINITE.values(), ids=NOT_FINITE)
 def test_data_that_are_not_finite(solver):
     x, w = X.copy(), start()
@@ -966,6 +971,7 @@ def test_data_that_are_not_finite(solver):
     np.testing.assert_array_equal(solution.model.w, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "solver"),
     [
@@ -1085,6 +1091,7 @@ def test_a_sweep_of_cross_entropy_is_one_program():
     assert not np.allclose(together[0], together[1])
 
 
+@pytest.mark.slow
 def test_single_precision():
     """Outputs are saturated."""
     data, w = (np.float32(X), LABELS), np.float32(start(SATURATED.scale))
@@ -1328,6 +1335,7 @@ class Slope(eqx.Module):
         return (x @ self.w)[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "dtype", "start"),
     each_once(

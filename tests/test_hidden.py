@@ -1,5 +1,6 @@
 """Parameters whose derivative is zero although the curve depends on them."""
 
+import itertools
 import pickle
 import warnings
 
@@ -50,6 +51,7 @@ def by_root_find(p, total):
     return jax.vmap(root)(total)
 
 
+@pytest.mark.slow
 def test_a_root_by_bisection_has_no_derivative():
     start = {"P": 3.0, "K": 1.0}
     with pytest.warns(UserWarning, match=WORDS.format("K")) as warned:
@@ -71,6 +73,7 @@ def test_roots_by_bisection_are_named_if_no_parameter_has_a_derivative():
         gnlin.curve_fit(by_bisection, TOTAL, Y, {"P": 2.0, "K": 1.0}, fixed=["P"])
 
 
+@pytest.mark.slow
 def test_the_same_root_by_optimistix_has_the_errors_of_the_closed_formula():
     start = {"P": 3.0, "K": 1.0}
     fit = gnlin.curve_fit(by_root_find, TOTAL, Y, start)
@@ -87,8 +90,15 @@ def test_the_same_root_by_optimistix_has_the_errors_of_the_closed_formula():
     ("f", "start"),
     [
         (lambda p, x: p["a"] + jnp.where(x < p["K"], 1.0, 0.0), {"a": 0.0, "K": 5.0}),
-        (lambda p, x: p["a"] + jnp.round(1000 * p["K"]) * x, {"a": 0.0, "K": 0.5}),
-        (lambda p, x: p["a"] + x * jax.lax.stop_gradient(p["K"]), {"a": 0.0, "K": 0.0}),
+        pytest.param(
+            *(lambda p, x: p["a"] + jnp.round(1000 * p["K"]) * x, {"a": 0.0, "K": 0.5}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda p, x: p["a"] + x * jax.lax.stop_gradient(p["K"]),
+            {"a": 0.0, "K": 0.0},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_jumps_and_stopped_gradients(f, start):
@@ -100,13 +110,15 @@ def test_jumps_and_stopped_gradients(f, start):
 @pytest.mark.parametrize(
     "f",
     [
-        lambda p, x: p["a"] * x + 0 * p["K"],
-        lambda p, x: p["a"] * x + jnp.clip(p["K"], 0.0, 1.0),
-        lambda p, x: p["a"] * x + jnp.clip(p["K"], 0.9, 1.0),
-        lambda p, x: p["a"] * x + jnp.clip(100 * (x - p["K"]), 0.0, 1.0),
-        lambda p, x: p["a"] * x + jax.nn.relu(x - p["K"]),
+        pytest.param(f, id=name, marks=() if name == "knot" else pytest.mark.slow)
+        for name, f in {
+            "none": lambda p, x: p["a"] * x + 0 * p["K"],
+            "clip": lambda p, x: p["a"] * x + jnp.clip(p["K"], 0.0, 1.0),
+            "two plateaus": lambda p, x: p["a"] * x + jnp.clip(p["K"], 0.9, 1.0),
+            "ramp": lambda p, x: p["a"] * x + jnp.clip(100 * (x - p["K"]), 0.0, 1.0),
+            "knot": lambda p, x: p["a"] * x + jax.nn.relu(x - p["K"]),
+        }.items()
     ],
-    ids=["none", "clip", "two plateaus", "ramp", "knot"],
 )
 def test_a_plateau_is_still_undetermined(f):
     x = np.linspace(0, 1, 20)
@@ -115,7 +127,7 @@ def test_a_plateau_is_still_undetermined(f):
     assert fit.result == optx.RESULTS.successful
 
 
-@pytest.mark.parametrize("spacing", [0.01, 1 / 29])
+@pytest.mark.parametrize("spacing", [0.01, pytest.param(1 / 29, marks=pytest.mark.slow)])
 def test_a_change_point_between_distant_x(spacing):
     x = np.arange(0, 1, spacing)
     y = np.where(x < 0.6, 1.0, 2.0) + 0.01 * np.cos(50 * x)
@@ -143,8 +155,23 @@ SYMMETRIC = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("name", SYMMETRIC)
+# Each function, each precision and each verdict
+OFTEN = (
+    ("square", np.float64),
+    ("square, lower beside it", np.float64),
+    ("cosine", np.float32),
+    ("kink", np.float64),
+    ("kink, lower beside it", np.float64),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
+        for case in itertools.product(SYMMETRIC, [np.float64, np.float32])
+    ],
+)
 def test_a_derivative_of_zero_at_one_point_is_no_missing_one(name, dtype):
     """The references are the losses of NumPy around the start, with the best `a`."""
     f, y, is_minimum = SYMMETRIC[name]
@@ -169,6 +196,7 @@ def test_a_derivative_of_zero_at_one_point_is_no_missing_one(name, dtype):
     assert (lowest >= loss(0.0) - 1e-12) == is_minimum
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_at_distant_parameters():
     """Small moves tell what they can."""
 
@@ -181,6 +209,7 @@ def test_a_function_that_raises_at_distant_parameters():
         gnlin.curve_fit(f, X, RISING, {"a": 1.0, "K": 1.0})
 
 
+@pytest.mark.slow
 def test_a_column_of_length_one_is_no_column_of_zero():
     f = lambda p, x: x * (p["a"] + p["b"])
     with pytest.warns(UserWarning, match="do not determine"):
@@ -204,6 +233,7 @@ def test_nothing_is_compiled_or_evaluated_if_no_column_is_zero():
     assert num_compiled(run) == 0
 
 
+@pytest.mark.slow
 def test_traced_fits_return_as_before():
     start = {"P": 3.0, "K": 1.0}
     with warnings.catch_warnings():
@@ -213,6 +243,7 @@ def test_traced_fits_return_as_before():
     assert np.isinf(errors["K"])
 
 
+@pytest.mark.slow
 def test_functions_with_a_backward_mode_only():
     @jax.custom_vjp
     def flat(k):

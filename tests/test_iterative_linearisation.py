@@ -155,6 +155,7 @@ def test_an_infinite_period_does_not_hide_a_learning_rate_that_diverges():
         np.testing.assert_array_equal(solution.value, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("period", "shape"), [(math.inf, TALL), (jnp.asarray(jnp.inf), WIDE)]
 )
@@ -296,11 +297,12 @@ def test_many_literal_steps_are_announced():
         traced(form="quadratic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "most"),
     [
         pytest.param("auto", 1.02, id="auto"),
-        pytest.param("eigh", 30.0, id="eigenvalues", marks=pytest.mark.slow),
+        pytest.param("eigh", 30.0, id="eigenvalues"),
     ],
 )
 def test_many_steps_in_single_precision(method, most):
@@ -325,11 +327,12 @@ def test_many_steps_in_single_precision(method, most):
     assert expected / 1.02 < loss < most * expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "period"),
     [
         ("auto", 10**30),
-        pytest.param("flow", 1e30, marks=pytest.mark.slow),
+        ("flow", 1e30),
         ("flow", 10**400),
     ],
 )
@@ -369,6 +372,7 @@ def test_schedules_are_literal_steps(method):
     assert float(solution.stats["num_inner_steps"]) == 10 + 20 + 30 + 40
 
 
+@pytest.mark.slow
 def test_schedules_of_optax_in_single_precision():
     y, args = jax.tree.map(jnp.float32, as_jax(sines_data(TALL)))
     eta = optax.exponential_decay(0.1, 1, 0.5)
@@ -421,6 +425,7 @@ def test_bad_schedules():
         solver.filter()
 
 
+@pytest.mark.slow
 def test_the_filter_of_a_schedule():
     solver = gnlin.IterativeLinearisation(growing, falling)
     w = jnp.array([0.0, 1.0, 5.0])

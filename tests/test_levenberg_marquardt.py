@@ -328,6 +328,7 @@ def test_without_a_descent_step_the_run_does_not_succeed(fn, name):
     assert solution.result == optx.RESULTS.stagnation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["svd", "matrix-free"])
 def test_an_enormous_damping_is_not_convergence(method):
     solver = gnlin.LevenbergMarquardt(scaling="identity", damping=1e14, method=method)
@@ -336,6 +337,7 @@ def test_an_enormous_damping_is_not_convergence(method):
     np.testing.assert_allclose(solution.value, np.log(2), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_infinite_residual_that_does_not_depend_on_the_parameters():
     fn = lambda y, args: jnp.concatenate([y - 1, jnp.array([jnp.inf])])
     for name in ("default", "matrix-free"):
@@ -468,6 +470,7 @@ def test_any_units_by_products_alone():
         np.testing.assert_allclose(fit(jnp.float32(scale)), known, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_root_in_single_precision():
     """Optimistix compares the function itself with `atol`."""
 
@@ -493,6 +496,7 @@ def test_a_loss_that_is_nearly_linear_far_off():
     np.testing.assert_allclose(solution.model[1], [1, 2], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_column_that_vanishes_at_the_minimum():
     # The derivative by a depth is zero at the surface. If its scale fell, the damping
     # that its own curvature needs would hold back all other parameters.

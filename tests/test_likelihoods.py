@@ -348,6 +348,7 @@ def test_runs_of_one_sign():
     assert "runs test" not in str(fit_of("own"))
 
 
+@pytest.mark.slow
 def test_runs_of_successes_of_a_steep_curve():
     """The signs of Pearson's residuals are those of `2 y - 1`, which have few runs."""
     y = np.random.default_rng(4).binomial(1, scipy.special.expit(6 * X))
@@ -896,6 +897,7 @@ def test_the_upper_limit_of_a_rate_at_or_near_its_bound(seed, is_at_bound):
     assert low["back"] < fit.parameters["back"] < high["back"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [1.0, 0.01])
 def test_the_upper_limit_of_a_rate_without_counts(start):
     """The likelihood is exp(-60 a), and steps only approach its maximum at 0."""
@@ -968,6 +970,7 @@ def bent(p, x):
     return jnp.stack([p, -p - p**2 / 2, 0.3 * p])
 
 
+@pytest.mark.slow
 def test_a_negative_curvature_that_is_too_large_is_left_out_and_told():
     with pytest.warns(UserWarning, match="leave out the negative curvature"):
         fit = gnlin.curve_fit(bent, *BENT, loss=OwnCauchy())
@@ -983,6 +986,7 @@ def test_a_large_negative_curvature_of_many_data_sets_is_told():
         gnlin.curve_fit(bent, x, np.stack([y, y]), start, loss=OwnCauchy())
 
 
+@pytest.mark.slow
 def test_an_expected_curvature_of_ones_own_is_kept():
     x = np.linspace(0, 1, 12)
     y = 1 + x + 0.2 * np.sin(40 * x)
@@ -1099,6 +1103,7 @@ def test_points_without_trials_are_missing():
         np.testing.assert_allclose(getattr(every, name), getattr(told, name), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_fit_of_counts_from_afar_does_not_run_off_to_infinity():
     x = np.linspace(0, 4, 300)
     log_rate = lambda p, t: p["h"] * jnp.exp(-p["r"] * t) + p["b"] - 1

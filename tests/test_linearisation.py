@@ -718,6 +718,7 @@ def test_passes_of_a_scaled_kernel_beyond_the_memory_budget():
     assert scaled(lin).cost().gram == gnlin.authoring.Passes(9, 9)
 
 
+@pytest.mark.slow
 def test_arrays_like_the_outputs_have_their_shapes():
     """Transposed targets have as many numbers, in another order."""
     inputs = jnp.arange(5.0)

@@ -123,6 +123,7 @@ def test_the_ratio_and_the_number_of_trials(ratio, most):
     np.testing.assert_allclose(solution.value, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_under_vmap_each_has_its_own_search():
     problems = [wavy(3, seed) for seed in range(4)]
     stacked = as_jax(jax.tree.map(lambda *x: np.stack(x), *problems))
@@ -185,6 +186,7 @@ def test_a_ratio_is_between_zero_and_one(bad, unchecked):
         LongestStep(num_trials=0)
 
 
+@pytest.mark.slow
 def test_a_step_within_rounding_is_computed_once():
     matrix = jax.random.normal(jax.random.key(0), (60, 20))
     target = jax.random.normal(jax.random.key(1), (60,))

@@ -1216,6 +1216,7 @@ def test_a_label_out_of_range_has_no_loss(label):
     assert np.all(np.isnan(loss.gradient(outputs, target)))
 
 
+@pytest.mark.slow
 def test_a_label_that_is_out_of_range_inside_jit_is_never_a_success():
     solver = gnlin.DampedGaussNewton(0.1)
 
@@ -1283,6 +1284,7 @@ def test_the_curvature_of_steps_is_at_least_a_part_of_the_weight(name):
     )
 
 
+@pytest.mark.slow
 def test_the_first_steps_are_reweighted_and_the_last_ones_are_newtons():
     """From a start with large residuals, a line is fitted by reweighted steps until these
     are slow; then the part of the weights is halved at each step."""
@@ -1413,6 +1415,7 @@ def test_delta_is_a_number_like_any_other():
     np.testing.assert_allclose(both(0.3)[1], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_factors_of_many_columns_at_once():
     """With more than 32,768 numbers in single precision, jax 0.10.2, which is excluded,
     computes sums of products wrongly."""

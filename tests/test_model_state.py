@@ -115,7 +115,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("momentum", [slow(0.5), slow(0.9), 0.99])
-@pytest.mark.parametrize("driver", ["solve", "fit"])
+@pytest.mark.parametrize("driver", ["solve", slow("fit")])
 def test_a_full_batch_leaves_the_statistics_of_its_data(driver, momentum):
     model, state = made(Net, momentum)
     if driver == "solve":
@@ -139,9 +139,10 @@ def test_a_full_batch_leaves_the_statistics_of_its_data(driver, momentum):
     assert 1 <= int(found.state.get(model.norm.batch_counter)) <= 12
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*and the loss rose in")  # each step has its own
 @pytest.mark.parametrize("mode", ["ema", "spectral"])
-@pytest.mark.parametrize("max_steps", [slow(1), 12, slow(200)])
+@pytest.mark.parametrize("max_steps", [1, 12, 200])
 def test_the_loss_is_that_of_the_state_that_is_returned(mode, max_steps):
     """Normalisation by running statistics, whose outputs depend on earlier steps, and
     spectral normalisation."""
@@ -151,6 +152,7 @@ def test_the_loss_is_that_of_the_state_that_is_returned(mode, max_steps):
     np.testing.assert_allclose(loss, float(found.loss), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_run_inside_a_compiled_program():
     def loss_and_state(scale):
         model, state = made(Net)
@@ -168,6 +170,7 @@ def test_a_run_inside_a_compiled_program():
     np.testing.assert_allclose(of_inference, losses, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_state_in_half_precision_keeps_its_dtype():
     half = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
     model, state = jax.tree.map(half, made(Net))
@@ -223,6 +226,7 @@ def test_batches_leave_the_mean_of_their_statistics(kind):
     assert int(found.state.get(model.norm.batch_counter)) == len(found.history.loss)
 
 
+@pytest.mark.slow
 def test_shuffled_batches_and_the_best_model_of_a_run():
     model, state = made(Net, 0.99)
     stop = EarlyStop("validation_loss", patience=2)
@@ -241,6 +245,7 @@ def test_shuffled_batches_and_the_best_model_of_a_run():
     np.testing.assert_allclose(loss, best, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_batches_of_a_generator_are_told_of_the_function():
     model, state = made(Net, 0.99)
     with pytest.warns(UserWarning, match=r"`state = gnlin.predict.batch_statistics\("):

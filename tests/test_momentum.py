@@ -131,6 +131,7 @@ def test_the_curvature_along_the_gradient(method):
     )
 
 
+@pytest.mark.slow
 def test_momentum_with_scales_where_the_problem_is_matrix_free():
     """The scales are other variables, in which the pull is another one."""
     x = np.linspace(0, 1, 80)

@@ -57,7 +57,9 @@ def near_expected(parameters):
     np.testing.assert_allclose(parameters["rate"], EXPECTED.x[5:], rtol=1e-5)
 
 
-@pytest.mark.parametrize("with_targets", [True, False])
+@pytest.mark.parametrize(
+    "with_targets", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_flags_of_each_value_in_groups(with_targets):
     group = as_group()
     if not with_targets:
@@ -72,6 +74,7 @@ def test_flags_of_each_value_in_groups(with_targets):
     np.testing.assert_allclose(solution.loss, EXPECTED.fun)
 
 
+@pytest.mark.slow
 def test_flags_in_optimistix_and_in_standard_errors():
     solution = optx.least_squares(as_group(), gnlin.LevenbergMarquardt(), START)
     near_expected(solution.value)
@@ -89,6 +92,7 @@ def test_flags_in_optimistix_and_in_standard_errors():
     np.testing.assert_allclose(found, np.sqrt(np.diagonal(inverse)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_flags_are_drawn_with_their_targets():
     # Flags of other examples would move the minimum, which all examples share.
     exact = 2.0 * np.exp(-0.7 * T) / NOISE
@@ -109,7 +113,7 @@ def binomial(p):
     return -scipy.stats.binom.logpmf(SUCCESSES, TRIALS, chance).sum()
 
 
-@pytest.mark.parametrize("batch_size", [None, 5])
+@pytest.mark.parametrize("batch_size", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_trials_of_each_value_on_a_batch(batch_size):
     model = lambda p, t: p[0] + p[1] * t, jnp.zeros(2)
     data, loss = (np.tile(T, (5, 1)), SUCCESSES), gnlin.losses.BinomialNLL(TRIALS)

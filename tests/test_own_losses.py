@@ -219,6 +219,7 @@ def label(x):
     return (x[..., 0] * x[..., 1] > 0).astype(int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, jnp.zeros(64, int)])
 def test_drawn_points_with_labels(targets):
     model = eqx.nn.MLP(2, 2, 16, 1, jnp.tanh, key=jax.random.key(0))

@@ -107,6 +107,7 @@ def exponential(b, x):
     return b[0] * jnp.exp(b[1] * x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_steps", [1, 3, 50])
 def test_a_step_to_a_point_that_is_not_finite_is_refused(max_steps):
     x = jnp.linspace(0.0, 3.0, 20)

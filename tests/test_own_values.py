@@ -1,5 +1,6 @@
 """Functions that read the data to which they are fitted, compared with NumPy."""
 
+import itertools
 import warnings
 
 import jax
@@ -61,6 +62,7 @@ def test_linear_parameters_inside_of_f_are_told():
     assert (fit.standard_errors["rates"] < 0.9 * expected).all()
 
 
+@pytest.mark.slow
 def test_a_weighted_projection_of_complex_data_in_a_dictionary():
     waves = lambda p: jax.lax.complex(jnp.cos(p["w"] * T), jnp.sin(p["w"] * T))[:, None]
     z = np.exp(0.5j * T) * (1 + 2j) + 0.05 * RNG.normal(size=8)
@@ -90,11 +92,18 @@ def simulated():
 @pytest.mark.parametrize(
     "f",
     [
-        autoregression,
-        lambda p, x: p["c"] + p["a"] * x["t"],
-        lambda p, x: p["c"] + p["a"] * x["t"] + 0 * jnp.mean(x["y"]),
+        pytest.param(autoregression, id="forecast"),
+        pytest.param(
+            lambda p, x: p["c"] + p["a"] * x["t"],
+            id="unread column",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda p, x: p["c"] + p["a"] * x["t"] + 0 * jnp.mean(x["y"]),
+            id="read in vain",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["forecast", "unread column", "read in vain"],
 )
 def test_other_functions_with_y_in_x_do_not_warn(f):
     y = simulated()
@@ -108,16 +117,31 @@ def test_other_functions_with_y_in_x_do_not_warn(f):
         np.testing.assert_allclose(list(fit.parameters.values()), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+FUNCTIONS_OF_X = {
+    "square": lambda p, x: p["a"] * x**2,
+    "root": lambda p, x: p["a"] * jnp.sqrt(x),
+    "large trace": lambda p, x: p["a"] * x**3 / jnp.mean(x**2),
+    "large diagonal": lambda p, x: p["a"] + 3 * jnp.mean(x) - jnp.cos(30 * x) / 6,
+}
+# Each reason and each precision
+OFTEN = (
+    ("square", np.float32),
+    ("large trace", np.float64),
+    ("large diagonal", np.float64),
+)
+
+
 @pytest.mark.parametrize(
-    "f",
+    ("f", "dtype"),
     [
-        lambda p, x: p["a"] * x**2,
-        lambda p, x: p["a"] * jnp.sqrt(x),
-        lambda p, x: p["a"] * x**3 / jnp.mean(x**2),
-        lambda p, x: p["a"] + 3 * jnp.mean(x) - jnp.cos(30 * x) / 6,
+        pytest.param(
+            FUNCTIONS_OF_X[case[0]],
+            case[1],
+            id=f"{case[0]}-{case[1].__name__}",
+            marks=() if case in OFTEN else pytest.mark.slow,
+        )
+        for case in itertools.product(FUNCTIONS_OF_X, [np.float64, np.float32])
     ],
-    ids=["square", "root", "large trace", "large diagonal"],
 )
 def test_a_function_of_x_that_equals_y_is_no_projection(f, dtype):
     """Each value is computed from itself alone, or the diagonal of the derivative, by
@@ -140,6 +164,7 @@ def test_a_line_through_equal_arrays_does_not_warn():
         gnlin.curve_fit(lambda p, x: p["a"] * x + p["b"], T, T, {"a": 0.5, "b": 1.0})
 
 
+@pytest.mark.slow
 def test_missing_values_and_single_precision():
     y = np.asarray(Y, np.float32)
     gap = y.copy()
@@ -166,6 +191,7 @@ def test_traced_data_do_not_warn():
         jax.jit(lambda y: fit(y).parameters)(Y)
 
 
+@pytest.mark.slow
 def test_complex_and_real_arrays_beside_each_other_are_compared_by_their_kind():
     """A complex x beside a real y of its shape, and the other way around."""
 

@@ -146,6 +146,7 @@ def test_the_solution_is_the_same(shape, dtype, preconditioner):
     assert np.linalg.norm(left) <= 1.5e-5 * np.linalg.norm(phi.T @ target)
 
 
+@pytest.mark.slow
 def test_as_a_method_of_the_other_damped_solvers():
     preconditioner = Nystrom(8)
     residual, y, args = problem()
@@ -232,6 +233,7 @@ def test_zero_and_nonfinite_jacobians(preconditioner):
     np.testing.assert_array_equal(new["a"], y["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preconditioner", [Nystrom(3), BlockDiagonal()])
 def test_without_damping_a_null_space_is_not_entered_far(preconditioner):
     rng = np.random.default_rng(3)

@@ -213,6 +213,7 @@ def test_cross_entropy_by_flow():
     np.testing.assert_allclose(pulled, -0.01 * moved, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_flow_in_any_unit():
     """Huber's loss is squared error here, whose flow has a formula."""
     rng, unit = np.random.default_rng(0), 1e-8
@@ -356,6 +357,7 @@ def _against_the_curvature(model, inputs, labels, posterior, last=0):
     assert np.all(np.max(flatter, axis=1) <= np.max(softmax(on_test, -1), axis=1))
 
 
+@pytest.mark.slow
 def test_a_classifier_that_is_trained_with_its_prior():
     """SciPy trains it. For any other model, a warning says how far it is from the minimum
     of loss plus prior."""
@@ -418,6 +420,7 @@ def test_a_solution_with_state_as_it_is_in_inference():
         np.testing.assert_allclose(ours, right, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_solution_with_dropout_is_used_without_it():
     keys = jax.random.split(jax.random.key(0))
     first, last = eqx.nn.Linear(3, 4, key=keys[0]), eqx.nn.Linear(4, 2, key=keys[1])
@@ -491,9 +494,10 @@ def on_a_line(width, n, dtype):
     return model, (x, y), far, (phi, seen, residual), change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "n", "dtype"),
-    [(16, 30, np.float64), pytest.param(4, 60, np.float32, marks=pytest.mark.slow)],
+    [(16, 30, np.float64), (4, 60, np.float32)],
 )
 def test_the_mean_far_from_the_data(width, n, dtype):
     """Small eigenvalues matter there, down to the noise variance. The error is no larger
@@ -554,6 +558,7 @@ def test_weights_are_inverse_variances():
     )
 
 
+@pytest.mark.slow
 def test_examples_that_contradict_each_other():
     """No parameter separates them. Their difference contains only rounding, which long
     times and little damping must not amplify."""
@@ -597,6 +602,7 @@ def test_the_evidence_of_little_noise(noise):
     )
 
 
+@pytest.mark.slow
 def test_the_evidence_of_outputs_whose_squares_nearly_underflow():
     inputs, unit = jnp.linspace(0, 1, 8, dtype=jnp.float32), 1e-15
     found = []
@@ -642,6 +648,7 @@ class Scaled(gnlin.authoring.AbstractLoss):
         return self.scale * gnlin.SigmoidCrossEntropy().value(outputs, target)
 
 
+@pytest.mark.slow
 def test_a_loss_with_its_own_init():
     """All outputs are 0, where each has the loss 2 log 2 and the curvature 2/4."""
     inputs = np.random.default_rng(0).normal(size=(20, 3))
@@ -653,6 +660,7 @@ def test_a_loss_with_its_own_init():
     assert float(posterior.log_evidence()) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_flow_from_where_it_ends():
     """At a minimum the flow does not diverge, however long it lasts."""
     rng = np.random.default_rng(0)
@@ -708,6 +716,7 @@ def test_momentum_may_swing():
     np.testing.assert_allclose(together[-1], predict(TEST, steps=500), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_other_arguments_are_not_compiled_again():
     traced = []
 
@@ -729,6 +738,7 @@ def test_other_arguments_are_not_compiled_again():
     assert len(traced) == number
 
 
+@pytest.mark.slow
 def test_single_precision():
     model, data = case("wide", jnp.float32)
     double, same = case("wide")
@@ -868,7 +878,8 @@ def test_derivatives_where_eigenvalues_are_zero(order):
         np.testing.assert_allclose(slope, both.imag / 1e-30, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("copies", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [2, 3])
 def test_derivatives_of_the_limit_of_equal_examples(copies, monkeypatch):
     """Eigenvalues that are only rounding take no part in the limit, nor in its
     derivatives, whether singular values (two copies) or eigenvalues were computed."""
@@ -931,6 +942,7 @@ def test_a_negative_variance_is_refused():
         gnlin.predict.predictive_variance(lin, lin, damping=1.0, variance=-1.0)
 
 
+@pytest.mark.slow
 def test_copies_predict_the_same():
     x = jnp.linspace(0, 1, 5)
     model = lambda p, x: jnp.sin(p * x), jnp.array(1.0)
@@ -970,6 +982,7 @@ def flow_losses(model, data, times):
     return 0.5 * np.sum(left**2, axis=1)
 
 
+@pytest.mark.slow
 def test_long_times_in_single_precision():
     model, data = wide_network(150)
     times = np.array([1e2, 1e3, 1e4, 1e6])
@@ -977,6 +990,7 @@ def test_long_times_in_single_precision():
     np.testing.assert_allclose(found, flow_losses(model, data, times), rtol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["flow", "descent"])
 def test_what_eigenvalues_do_not_resolve_is_told(monkeypatch, way):
     monkeypatch.setattr(_eigenbasis, "_singular_values_pay", lambda cost: False)
@@ -997,6 +1011,7 @@ def test_what_eigenvalues_do_not_resolve_is_told(monkeypatch, way):
         assert told[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_singular_values_that_single_precision_does_not_resolve_are_told():
     x = jax.random.uniform(jax.random.key(1), (120, 1), jnp.float32, -1, 1)
     noise = jax.random.normal(jax.random.key(2), (120, 1), jnp.float32)
@@ -1009,6 +1024,7 @@ def test_singular_values_that_single_precision_does_not_resolve_are_told():
         predict.loss()
 
 
+@pytest.mark.slow
 def test_predictions_within_a_program():
     model, (x, y) = wide_network(20)
     predict = gnlin.predict.gradient_flow(model, (x, y))
@@ -1017,6 +1033,7 @@ def test_predictions_within_a_program():
         np.testing.assert_allclose(inside, predict(x, times), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_eigenvalues_that_are_zero_are_no_reason_to_warn(monkeypatch):
     monkeypatch.setattr(_eigenbasis, "_singular_values_pay", lambda cost: False)
     model, (x, y) = wide_network(10)

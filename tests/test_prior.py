@@ -248,6 +248,7 @@ def test_a_posterior_takes_the_parameters_that_were_trained(train, as_pair):
     np.testing.assert_allclose(found, expected)
 
 
+@pytest.mark.slow
 def test_a_pair_whose_function_has_no_leaves():
     model = jax.tree_util.Partial(lambda p, x: p * x), jnp.ones(())
     data = INPUTS[:, 0], 2 * INPUTS[:, 0]
@@ -265,6 +266,7 @@ class Line(eqx.Module):
         return jnp.sum(self.slope * x + self.offset * x**2)
 
 
+@pytest.mark.slow
 def test_a_posterior_of_groups_is_refused_without_a_warning():
     group = gnlin.Residuals(lambda p, x: p * x - 1, jnp.ones(3))
     solution = gnlin.solve(jnp.array(2.0), group)

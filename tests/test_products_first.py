@@ -97,6 +97,7 @@ def test_a_factorisation_that_is_cheap_or_exceeds_the_budget(memory_budget):
     np.testing.assert_allclose(found[0], by_hand(0.1, rows, columns), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_nonfinite_data_leave_the_model():
     data = jnp.asarray(INPUTS).at[3, 4].set(jnp.nan), jnp.asarray(TARGETS)
     with pytest.warns(UserWarning, match="is not finite"):
@@ -105,6 +106,7 @@ def test_nonfinite_data_leave_the_model():
     np.testing.assert_array_equal(found, START)
 
 
+@pytest.mark.slow
 def test_many_dampings_at_once():
     data = jnp.asarray(INPUTS), jnp.asarray(TARGETS)
 

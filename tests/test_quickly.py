@@ -34,7 +34,7 @@ def test_the_number_of_values_that_a_program_computes():
     [
         (decay, 30, True),
         pytest.param(decay, 5000, False, marks=pytest.mark.slow),
-        (summed, 30, False),
+        pytest.param(summed, 30, False, marks=pytest.mark.slow),
     ],
 )
 def test_brief_fits(f, num_points, is_brief, monkeypatch):
@@ -57,6 +57,7 @@ def test_brief_fits(f, num_points, is_brief, monkeypatch):
     np.testing.assert_allclose(inside, fit.parameters, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_many_fits_at_once_are_not_brief(monkeypatch):
     x, program, seen = np.linspace(0.0, 2.0, 30), _program._program, []
 
@@ -79,7 +80,7 @@ def with_a_loop(p, x):
     ("fn", "num_examples", "settings", "is_brief"),
     [
         (decay, 30, {}, True),
-        (decay, 30, {"max_steps": 10**5}, False),
+        pytest.param(decay, 30, {"max_steps": 10**5}, False, marks=pytest.mark.slow),
         pytest.param(decay, 10**4, {}, False, marks=pytest.mark.slow),
         (with_a_loop, 30, {}, False),
     ],

@@ -222,6 +222,7 @@ def test_errors_in_x_match_odrpack():
     np.testing.assert_allclose(found.value["p"], expected.beta, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_labels_are_for_gnlins_solvers():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(10, 3)))
     labels = np.arange(10) % 3
@@ -356,6 +357,7 @@ def test_recognised_residual_functions():
     assert not is_recognised(lambda y, args: y, y)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_a_group_serves_again_outside_of_the_program_that_first_used_it():
     """A NumPy array that its function closes over belongs to no trace."""
@@ -441,6 +443,7 @@ def test_arguments_that_depend_on_the_parameters():
     np.testing.assert_allclose(found.value, 3.0**0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["gnlin", "optimistix", "a minimiser"])
 def test_a_function_around_groups_may_have_auxiliary_data(solver):
     groups = gnlin.Groups({"data": gnlin.Residuals(lambda p, _: p**2 - 2)})
@@ -453,6 +456,7 @@ def test_a_function_around_groups_may_have_auxiliary_data(solver):
     np.testing.assert_allclose(found.aux, 2 * 2**0.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_residuals_of_groups_are_a_plain_dictionary():
     groups = gnlin.Groups(
         {
@@ -481,6 +485,7 @@ def test_the_residuals_of_groups_are_a_plain_dictionary():
         np.testing.assert_allclose(found.value, np.repeat(expected, 2), rtol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 2])
 def test_the_state_of_groups_has_the_structure_of_their_outputs(factor):
     """The default keeps outputs in its state. A multiple of groups is not recognised."""

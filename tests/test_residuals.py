@@ -455,7 +455,13 @@ def test_a_data_frame_is_its_columns():
 
 
 @pytest.mark.parametrize(
-    "run", [gnlin.solve, functools.partial(gnlin.fit, steps=2, progress=False)]
+    "run",
+    [
+        gnlin.solve,
+        pytest.param(
+            functools.partial(gnlin.fit, steps=2, progress=False), marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_what_is_not_finite_is_named(run):
     x, fn, start = np.arange(5.0), lambda p, x: p * x, jnp.array(1.0)
@@ -526,6 +532,7 @@ def test_some_parts_of_a_model_are_trained():
     assert np.any(solved["u"].layers[0].weight != LINE.layers[0].weight)
 
 
+@pytest.mark.slow
 def test_a_group_that_does_not_depend_on_the_parameters():
     bent = lambda u, x: jax.grad(jax.grad(u))(x) + 1.0
     ends = gnlin.Residuals(lambda u, x: u(x), jnp.array([0.0, 1.0]))
@@ -535,6 +542,7 @@ def test_a_group_that_does_not_depend_on_the_parameters():
         gnlin.solve(net, groups, gnlin.DampedGaussNewton(1.0), max_steps=5)
 
 
+@pytest.mark.slow
 def test_points_have_at_least_the_precision_of_the_parameters():
     slope = lambda u, x: jax.grad(u)(x) - jnp.cos(3 * x)
     points = jnp.linspace(0.0, 1.0, 9)
@@ -550,6 +558,7 @@ def test_points_have_at_least_the_precision_of_the_parameters():
     assert loss(coarse) == loss(coarse.astype(float))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
 def test_drawn_points_have_at_least_the_precision_of_the_parameters(kind):
     slope = lambda u, d: jax.grad(u)(d["x"]) - jnp.cos(3 * d["x"])
@@ -582,6 +591,7 @@ def test_parameters_in_single_precision_at_points_in_double(rate):
     assert solution.model["rate"].dtype == rate
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_noticed_between_steps_without_data(monkeypatch):
     """All steps of a small run are one call of its program, but a function without data
     may be slow."""
@@ -625,6 +635,7 @@ def test_dropout_in_a_group():
         gnlin.solve(LINE, group)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_run_returned_is_not_a_model():
     x = jnp.linspace(0, 1, 5)

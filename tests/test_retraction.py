@@ -352,6 +352,7 @@ def test_a_rotation_of_points_on_its_axis(solver):
     assert in_groups.result == optx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_a_retraction_that_forgets_the_row():
     turned = lambda step: jnp.stack([jnp.cos(step[0]), jnp.sin(step[0])])
     residuals = lambda y, _: y - turned(jnp.array([2.0]))
@@ -376,6 +377,7 @@ def constant(u, s):
     return jnp.where(jnp.any(s != 0), divided(u, s), u)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [divided, finite, constant])
 def test_a_retraction_that_is_not_finite_at_a_zero_step(fn):
     row = jnp.array([1.0, 0.0])
@@ -421,12 +423,13 @@ def bent_valley(pose, turn):
     return jnp.stack([10 * (y - x**2), 1 - x, 0.1 * (angle - turn)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"search": optx.BacktrackingArmijo()}, marks=pytest.mark.slow),
+        {"search": optx.BacktrackingArmijo()},
         {"search": optx.BacktrackingArmijo(), "momentum": 0.3},
-        pytest.param({"momentum": 0.3}, marks=pytest.mark.slow),
+        {"momentum": 0.3},
     ],
 )
 def test_steps_do_not_depend_on_the_frame(settings):
@@ -479,6 +482,7 @@ def test_a_row_and_entries_are_told_apart(fn, is_a_row):
     assert retraction.flaw(row) == "" or not is_a_row
 
 
+@pytest.mark.slow
 def test_the_derivative_of_an_entry_that_is_zero():
     """The Jacobian along the retraction has an entry a, which is zero at a = 0. The step
     depends on a all the same."""
@@ -565,7 +569,9 @@ ROTATED = {
 
 
 @pytest.mark.parametrize("name", ROTATED)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.float64, marks=pytest.mark.slow)]
+)
 def test_a_retraction_that_takes_the_step_first_is_refused(name, dtype):
     fn, size = ROTATED[name]
     start = jnp.eye(3).ravel() if size == 9 else jnp.eye(size)[0]
@@ -603,6 +609,7 @@ def test_poses_through_optimistix_after_the_check():
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver", [gnlin.LevenbergMarquardt, functools.partial(gnlin.DampedGaussNewton, 1.0)]
 )

@@ -340,6 +340,7 @@ def test_auto_chooses_it_when_it_is_cheapest():
     assert chosen(2, 3, 2) is not SchurComplement
 
 
+@pytest.mark.slow
 def test_memory_holds_only_nonzero_blocks():
     lin = scene(50, 5_000, 5)
 
@@ -374,6 +375,7 @@ def test_errors_without_parameters_to_eliminate():
         )
 
 
+@pytest.mark.slow
 def test_nonfinite_values_propagate():
     model, data = problem()
     model["point"] = model["point"].at[0].set(jnp.nan)

@@ -139,6 +139,7 @@ def test_derived_objects_print_in_one_line(printed, expected):
     assert repr(printed()) == expected
 
 
+@pytest.mark.slow
 def test_outputs_that_do_not_depend_on_the_parameters():
     data = jnp.ones((8, 1)), jnp.zeros((8, 1))
     model = (lambda p, x: jax.lax.stop_gradient(p) * x), jnp.ones(())
@@ -182,6 +183,7 @@ class Line(eqx.Module):
         return 1 / (self.ends[0] + self.ends[1] * w)
 
 
+@pytest.mark.slow
 def test_schedules_and_filters_may_hold_arrays():
     for solver in (
         gnlin.DampedGaussNewton(Table(jnp.array([1.0, 0.1, 1e-6]))),

@@ -141,6 +141,7 @@ def test_a_run_whose_loss_rises_warns():
         gnlin.solve(model, (x, 2 * x), far, max_steps=3)
 
 
+@pytest.mark.slow
 def test_a_run_whose_loss_bounces_warns():
     """Undamped steps on the root of x^2 + 0.1 jump about near zero, where the residual
     has no root. With dropout, losses differ from step to step anyway."""
@@ -483,6 +484,7 @@ def test_functions_read_the_values_of_now(monkeypatch):
     np.testing.assert_allclose(end.parameters, 0.4, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_redefined_functions_are_not_compiled_again():
     model = network()
 
@@ -550,6 +552,7 @@ def test_data_that_are_not_finite_warn_and_leave_the_model(solver, bad):
     np.testing.assert_array_equal(numbers(solution.model), numbers(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize("driver", [gnlin.solve, gnlin.fit])
 def test_a_parameter_that_is_not_finite_at_the_start(driver, bad):
@@ -579,6 +582,7 @@ def root(m, x):
     return jnp.where(x > 0, jnp.sqrt(m["a"] * x), 0.0) - x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("driver", "solver"),
     each_once(
@@ -631,6 +635,7 @@ class Kink(eqx.Module):
         return 1 + jnp.abs(self.b - 1) * x
 
 
+@pytest.mark.slow
 def test_a_kink_is_where_it_stands_still_not_where_it_diverges():
     with pytest.warns(UserWarning, match="stands still.*smooth function"):
         solution = gnlin.solve(Kink(jnp.array(3.0)), (jnp.ones(3), jnp.zeros(3)))
@@ -664,6 +669,7 @@ def test_a_model_no_better_than_a_constant_is_told(driver, weights, scaled):
     np.testing.assert_allclose(solution.model[1], best, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_batches_are_judged_after_ten_epochs():
     data = np.tile(X, (10, 1)), np.tile(WAVES, (10, 1))
     gnlin.fit(MEAN, data, BRIEF, batch_size=8, epochs=9)
@@ -672,6 +678,7 @@ def test_batches_are_judged_after_ten_epochs():
     gnlin.fit(network(), (data[0], data[1][:, :1]), batch_size=8, epochs=10)
 
 
+@pytest.mark.slow
 def test_where_a_constant_is_no_measure():
     """Without a warning."""
 
@@ -691,6 +698,7 @@ def test_where_a_constant_is_no_measure():
     assert solve(MEAN[1], group).result == optx.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_a_kink_where_little_is_explained():
     with pytest.warns(UserWarning, match=f"stands still.*{LITTLE}"):
         gnlin.solve(Kink(jnp.array(3.0)), (jnp.ones(3), jnp.arange(-1.0, 2.0)))
@@ -706,6 +714,7 @@ def test_divergence_warns_by_name_and_leaves_the_model():
     np.testing.assert_allclose(solution.loss, loss_of(model), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_loss_without_a_value_at_zero_outputs_does_not_diverge():
     """Poisson's loss of a rate is infinite or NaN at the rate 0, which is no measure of
     how large a loss may be."""
@@ -860,6 +869,7 @@ class Scaled(eqx.Module):
             return (x * self.by).astype(float) @ self.weight
 
 
+@pytest.mark.slow
 def test_a_whole_number_and_a_float_are_two_programs():
     data = np.full((4, 3), 100, np.uint8), np.ones((4, 2))
     solver = gnlin.IterativeLinearisation(1, 1e-7)
@@ -922,6 +932,7 @@ def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     assert all(len(rows[name]) == 9 for name in expected_rows)
 
 
+@pytest.mark.slow
 def test_another_max_steps_compiles_nothing():
     found = []
 

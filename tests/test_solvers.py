@@ -134,6 +134,7 @@ def oriented(y, args):
     return rotation @ sines(y[order], data)
 
 
+@pytest.mark.slow
 @hypothesis.given(st.integers(0, 2**32 - 1))
 def test_order_of_parameters_and_rotation_of_residuals_do_not_matter(seed):
     solver = gnlin.LevenbergMarquardt()
@@ -367,6 +368,7 @@ def test_levenberg_marquardt_steps_back_from_points_that_are_not_finite(solver):
     assert int(solution.stats["num_rejected_steps"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [FAR["gauss-newton"], FAR["infinite period"]])
 def test_the_last_finite_point_is_kept_later_on_too(solver):
     def valley(y, args):  # the first steps are fine, a later one leaves the domain

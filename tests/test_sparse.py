@@ -171,6 +171,7 @@ def chain(n):
     return [first, gnlin.Residuals(fn, edges, select=lambda edge: edge["ends"])]
 
 
+@pytest.mark.slow
 def test_large_problems_are_solved_without_a_matrix():
     """Levenberg-Marquardt chooses products, and preconditions them by diagonal blocks."""
     n = 2000
@@ -201,6 +202,7 @@ def test_errors_of_select(select, said):
         gnlin.solve(POSES, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [9, -1])
 def test_a_traced_row_that_does_not_exist_is_not_finite(wrong):
     def group(rows):
@@ -227,6 +229,7 @@ def test_a_traced_row_that_does_not_exist_is_not_finite(wrong):
     assert not np.any(np.isfinite(errors))
 
 
+@pytest.mark.slow
 def test_a_drawn_row_that_does_not_exist_is_not_finite():
     draw = lambda key: jax.random.randint(key, (5,), 5, 15)
     group = gnlin.Residuals(lambda pose, k: pose, draw, select=lambda k: k)

@@ -62,7 +62,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("graph", jnp.float64),
+        pytest.param("graph", jnp.float64, marks=pytest.mark.slow),
         ("graph", jnp.float32),
         ("field", jnp.float64),
         ("summed", jnp.float64),
@@ -117,6 +117,7 @@ def test_colours_do_not_grow_with_the_graph():
     assert num[0] == num[1] <= 14
 
 
+@pytest.mark.slow
 def test_numbers_of_entries_beyond_32_bits():
     y = {"a": jnp.zeros(2), "b": jnp.linspace(0, 1, 70_000)}
 
@@ -282,6 +283,7 @@ def test_auto_factorises_a_long_chain():
     assert float(solution.stats["num_inner_steps"]) == 0
 
 
+@pytest.mark.slow
 def test_a_retraction_moves_rows_of_which_single_entries_are_read():
     """Each residual reads one entry of the pose, or three of a row of the other array."""
     rng = np.random.default_rng(0)

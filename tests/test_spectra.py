@@ -123,6 +123,7 @@ def test_every_copy_of_an_eigenvalue_is_found():
         np.testing.assert_allclose(w, 1, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_leading_eigenpairs_of_groups_in_two_precisions():
     def outputs(y, x):
         return {"a": jnp.tanh(x @ y["w"]), "b": y["v"].astype(jnp.float64) ** 2}
@@ -336,13 +337,12 @@ SQUARES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimate", "square", "dtype"),
     [
         ("trace", "more outputs", jnp.float32),
-        pytest.param(
-            "log-determinant", "more parameters", jnp.float32, marks=pytest.mark.slow
-        ),
+        ("log-determinant", "more parameters", jnp.float32),
         ("effective dimension", "low rank", jnp.float64),
     ],
 )
@@ -463,6 +463,7 @@ def test_the_standard_error_of_a_trace_is_not_too_small(slow_decay):
     assert np.mean(np.abs(values - expected) > 2 * said) < 0.1
 
 
+@pytest.mark.slow
 def test_leading_eigenvalues_have_no_reverse_mode():
     phi = np.random.default_rng(0).normal(size=(6, 4))
 
@@ -477,6 +478,7 @@ def test_leading_eigenvalues_have_no_reverse_mode():
         jax.eval_shape(jax.grad(largest), 1.0)
 
 
+@pytest.mark.slow
 def test_another_damping_runs_the_same_program():
     lin = gnlin.linearise(lambda y, _: jnp.sin(y), jnp.arange(5.0))
     for fn in (spectra.log_determinant, spectra.effective_dimension):
@@ -496,6 +498,7 @@ def test_the_effective_dimension_for_a_large_damping():
     np.testing.assert_allclose(found.value, 20 / (1 + damping), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_standard_error_does_not_depend_on_units():
     matrix = jax.random.normal(jax.random.key(0), (50, 80), jnp.float32)
 

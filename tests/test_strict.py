@@ -174,6 +174,7 @@ def test_losses(name):
     assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver",
     [
@@ -189,17 +190,12 @@ def test_losses(name):
                 method="matrix-free",
             ),
             id="truncated",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             gnlin.IterativeLinearisation(jnp.array(10), jnp.array(1e-2), jnp.array(0.9)),
             id="iterative",
         ),
-        pytest.param(
-            gnlin.DampedGaussNewton(0.1, form="prox-linear"),
-            id="prox-linear",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(gnlin.DampedGaussNewton(0.1, form="prox-linear"), id="prox-linear"),
     ],
 )
 def test_parameters_of_both_precisions(solver):
@@ -218,6 +214,7 @@ def test_parameters_of_both_precisions(solver):
     assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
 
 
+@pytest.mark.slow
 def test_bounds_of_parameters_of_both_precisions():
     solver = gnlin.LevenbergMarquardt(bounds=(0.0, 2.5))
     start = {"a": jnp.ones((), jnp.float32), "rate": jnp.ones((), jnp.float64)}

@@ -205,7 +205,8 @@ def test_probabilities_of_wrong_classes_that_vanish_in_single_precision():
     assert solution.loss < 1e-30
 
 
-@pytest.mark.parametrize("weight", [None, pytest.param(1e-3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [None, 1e-3])
 def test_a_start_that_fits_to_rounding_in_single_precision(weight):
     inputs = np.random.default_rng(0).normal(size=(256, 3)).astype(np.float32)
     key, single = jax.random.key(0), jnp.float32
@@ -216,6 +217,7 @@ def test_a_start_that_fits_to_rounding_in_single_precision(weight):
     assert gnlin.solve(model, data).result == optx.RESULTS.successful
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver",
     [
@@ -246,6 +248,7 @@ def test_squares_of_derivatives_out_of_range_are_no_success(solver):
         assert is_solved or not is_success, units
 
 
+@pytest.mark.slow
 def test_an_exact_solution_whose_derivatives_vanish_is_a_success():
     unit, target = np.float32(1e-24), jnp.array([1.0, 2.0], jnp.float32)
     group = gnlin.Residuals(lambda p, _: unit * (p - target))
