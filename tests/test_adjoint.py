@@ -203,6 +203,7 @@ def test_a_run_without_end_does_not_block_the_others():
     assert num_steps.tolist() == [alone, alone, 40]
 
 
+@pytest.mark.slow
 def test_solve_inside_transformations_of_closed_over_values():
     def found(a):
         group = gnlin.Residuals(lambda p, _: p - a)

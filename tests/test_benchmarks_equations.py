@@ -39,6 +39,7 @@ def groups_of(equation, number):
     return equation.groups(number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_CLOSED_FORM)
 def test_the_exact_solution_leaves_no_residuals(name):
     equation = EQUATIONS[name]

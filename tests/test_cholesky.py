@@ -113,6 +113,7 @@ def test_a_filter_without_damping_is_refused_by_the_methods_name(method):
         ready.solve(gnlin.filters.GradientFlow(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["kernel", "curvature", "svd", "matrix-free", "prox-linear"]
 )
@@ -145,6 +146,7 @@ def test_the_curvature_along_the_gradient_in_any_units(method):
     np.testing.assert_array_equal(slope, np.zeros(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["kernel", "curvature", "cholesky-qr", "svd"])
 def test_the_largest_curvature_is_near_the_largest_eigenvalue(method):
     """Also where the gradient is zero, or along a small eigenvalue."""

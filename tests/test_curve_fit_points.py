@@ -179,6 +179,7 @@ def test_sigma_is_checked_at_each_entry(in_parts):
             fitted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_an_infinite_y_without_x_is_left_out(in_parts):
     x = np.array([1.0, np.nan, 3.0, 4.0])

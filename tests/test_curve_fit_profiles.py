@@ -193,6 +193,7 @@ def test_an_end_far_before_a_bound_is_that_of_scipys_refits():
     np.testing.assert_allclose(rise, scipy.stats.chi2.ppf(0.99, 1), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_limit_is_that_of_real_steps_by_the_same_program(monkeypatch):
     def f(p, x):
         return p["a"] + 10 * p["a"] ** 3 + 0 * x

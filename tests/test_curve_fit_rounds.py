@@ -37,6 +37,7 @@ def literally(y):
     return [int(fit.num_steps) for fit in fits], fits
 
 
+@pytest.mark.slow
 def test_steps_of_all_rounds_are_counted():
     y = data()
     each, fits = literally(y)

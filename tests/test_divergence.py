@@ -141,6 +141,7 @@ def test_what_stays_possible():
     assert "the loss has risen" in said
 
 
+@pytest.mark.slow
 def test_the_advice_names_what_the_solver_has():
     _, said = run(gnlin.IterativeLinearisation(10, 1.0), max_steps=2)
     assert "Use a smaller learning rate, fewer inner steps or `gnlin.Leve" in said

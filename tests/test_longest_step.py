@@ -113,6 +113,7 @@ def test_the_search_step_by_step(name, acceleration):
     assert int(solution.stats["num_rejected_steps"]) == rejected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "most"), [(0.075, 24), (0.25, 1)])
 def test_the_ratio_and_the_number_of_trials(ratio, most):
     y, args = wavy(3, 7)

@@ -1340,6 +1340,7 @@ def line_and_constant(x, y, constant, **options):
 lines_and_constant = jax.jit(jax.vmap(line_and_constant, (None, 0, None)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constant", [0.0, -1e3])
 def test_the_part_of_the_weights_fades_in_each_run(constant):
     """... of many at once, of groups, of vectors' lengths, and of losses below zero."""

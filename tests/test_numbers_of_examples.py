@@ -140,6 +140,7 @@ def test_flags_of_one_number_for_each_example():
     np.testing.assert_allclose(both[0], expected.fun)
 
 
+@pytest.mark.slow
 def test_evidence_of_trials_has_their_number_of_ways():
     """By Laplace's approximation at the minimum that SciPy finds."""
     model = lambda p, t: p[0] + p[1] * t

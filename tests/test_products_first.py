@@ -84,6 +84,7 @@ def test_both_ways_are_counted():
     assert hard["num_vjps"] == hard["num_inner_steps"] + besides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_budget", [2**30, 1000])
 def test_a_factorisation_that_is_cheap_or_exceeds_the_budget(memory_budget):
     """Conjugate gradients are then given a single iteration."""

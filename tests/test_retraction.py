@@ -88,9 +88,8 @@ def literal_problem(true, start, edges):
     return ahead(zero), jax.jacfwd(ahead)(zero)
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param("svd", marks=pytest.mark.slow), "matrix-free"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["svd", "matrix-free"])
 def test_a_step_is_the_literal_one(method):
     true, start, edges = loop(12)
     group = groups(edges, true)
@@ -464,9 +463,14 @@ def test_a_retraction_may_hold_arrays():
         (lambda row, step: row + step - jnp.mean(step), True),
         (lambda x, d: jnp.mod(x + d, 2 * jnp.pi), False),
         (lambda x, d: jnp.where(d > 0, x * jnp.exp(d), x + jnp.asarray(1.0) * d), False),
-        (lambda x, d: x + jax.lax.cond(d > 0, jnp.sin, jnp.tanh, d), False),
-        (lambda x, d: jax.lax.fori_loop(0, 3, lambda _, y: y + d / 3, x), False),
-        (lambda x, d: jnp.arctan2(*jnp.stack([jnp.sin(x + d), jnp.cos(x + d)])), False),
+        *(
+            pytest.param(fn, False, marks=pytest.mark.slow)
+            for fn in (
+                lambda x, d: x + jax.lax.cond(d > 0, jnp.sin, jnp.tanh, d),
+                lambda x, d: jax.lax.fori_loop(0, 3, lambda _, y: y + d / 3, x),
+                lambda x, d: jnp.arctan2(*jnp.stack([jnp.sin(x + d), jnp.cos(x + d)])),
+            )
+        ),
     ],
 )
 def test_a_row_and_entries_are_told_apart(fn, is_a_row):

@@ -226,6 +226,7 @@ def solved(data, loss):
     return jnp.append(solution.history.loss, solution.loss)
 
 
+@pytest.mark.slow
 def test_an_example_of_weight_zero_may_be_nan():
     """This holds for a known and for a traced weight."""
     without_weight(solved, "squares")
