@@ -28,7 +28,6 @@ from ._training._ending import (
     group_at_fault,
     in_words,
     of_linearised_only,
-    unmoved_group,
     why_it_failed,
 )
 from ._training._full_batch import run
@@ -219,10 +218,6 @@ def solve(
         num_steps = stats["num_steps"]
         rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
         ended, why, little = result_name(result), "", ""
-        unmoved = unmoved_group(rows) if history and ended == "successful" else ""
-        if unmoved:  # A group without derivatives does not keep the others from it.
-            ended = "stagnation"
-            result = getattr(optx.RESULTS, ended)
         has_failed = ended not in WELL and not is_interrupted
         if ended in ("successful", "stagnation"):
             little = explains_little("solve", setting, batch, loss_now, "start elsewhere")
@@ -232,7 +227,7 @@ def solve(
                 carry, loss_now = carry._replace(parameters=watch.y), float(watch.best)
             warning = f"`gnlin.solve` was interrupted after step {num_steps}."
         elif has_failed:
-            why = f"{unmoved}." if unmoved else why_it_failed(setting, carry, num_steps)
+            why = why_it_failed(setting, carry, num_steps)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
             at_fault = (
                 (not_finite(*batch) if groups is None else where_not_finite(groups))

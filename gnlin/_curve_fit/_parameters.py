@@ -118,7 +118,8 @@ def check_shared(
     """
     shapes = [leaf.shape[has_starts:] for leaf in jax.tree.leaves(start)]
     for bound in jax.tree.leaves(bounds):
-        if bound.shape not in ((), *shapes) and bound.shape[:1] == (number,):
+        has_axis = bound.shape[:1] == (number,) and bound.shape[1:] in shapes
+        if has_axis and bound.shape not in ((), *shapes):
             raise ValueError(
                 "All data sets have the same `bounds`, but an array of bounds has an "
                 "axis over them: where each has its own, take `jax.vmap(lambda y, low, "

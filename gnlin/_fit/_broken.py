@@ -36,7 +36,8 @@ def explained(
     try:
         yield
     except Exception as error:
-        if run.step > first:
+        # An inner run may have raised it, in a callback.
+        if run.step > first and not hasattr(error, "solution"):
             note = f"`gnlin.fit` had made {how_many(run.step, 'step')}."
             # A solution with batch normalisation may need the broken data.
             with suppress(Exception):

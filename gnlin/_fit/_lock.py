@@ -27,7 +27,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     The system releases the lock when the process ends, even if it is killed. If the
     folder or its file system admits no lock, there is none.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()
     path = folder / ".lock"
     lock = _lock(path) if folder not in _LOCKED else _TAKEN
     if lock is _TAKEN:

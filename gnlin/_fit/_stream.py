@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._common._checks import check_takes
-from .._common._identity import as_numpy, checksum, named
+from .._common._identity import checksum, named
 from .._common._quickly import quickly
 from .._common._warn import warn
 from .._training._data import a_kind_of, as_batch, as_tuple, not_finite
@@ -262,7 +262,6 @@ def make_stream(
 
 def _checksum(batch: Data) -> str:
     def some(x):
-        x = as_numpy(x)
         return x[: max(_MOST_COMPARED * len(x) // max(x.size, 1), 1)]
 
     return checksum(jax.tree.map(some, batch))

@@ -124,10 +124,11 @@ def verdict(
         size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
         small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
     if update.problem is not None and update.attainable is not None:
-        # So does a step with which rounding hides all that could be gained. In single
-        # precision, poorly determined parameters of a fit move by more than the
-        # tolerances for ever.
-        small |= quiet & (update.attainable <= rounding)
+        # So does a step that changes no output by more than rounding, where rounding
+        # hides all that could be gained. In single precision, poorly determined
+        # parameters of a fit move by more than the tolerances for ever.
+        promises_little = quiet & (update.attainable <= rounding)
+        small |= promises_little & _are_alike(here, update.outputs)
     # After a search whose step moves nothing, the next linearisation would be this one.
     more = jnp.where(moves, 1, _MOST_STILL) if update.searched else 1
     more = jnp.where(on_detour, 0, more)
@@ -159,6 +160,17 @@ def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array
     domain = problem.jacobian.domain
     is_tree = domain.treedef == jax.tree.structure(parameters)
     return parameters if is_tree else _tree.ravel_pytree(parameters)[0]
+
+
+def _are_alike(outputs: PyTree[Array], others: PyTree[Array]) -> Bool[Array, ""]:
+    """Whether each output differs from the other by its rounding at most."""
+
+    def each(x, y):
+        rounding = _ROUNDINGS * jnp.finfo(x.dtype).eps * jnp.abs(x)
+        return jnp.all(jnp.abs(x - y) <= rounding)
+
+    alike = jax.tree.map(each, outputs, others)
+    return jax.tree.reduce(jnp.logical_and, alike)
 
 
 def _size_of_step(

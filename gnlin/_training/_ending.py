@@ -187,24 +187,15 @@ def after_full_batch(
         if of_linearised_only(setting.solver):
             made = "trained the linearised model to convergence"
         return f"`gnlin.solve` {made}, and {risen}. Use {shorter}."
-    unmoved = unmoved_group(rows)
-    return unmoved and f"`gnlin.solve` made {how_many(num_steps, 'step')}, but {unmoved}."
-
-
-def unmoved_group(rows: Mapping[str, np.ndarray]) -> str:
-    """Say of which group a run has changed nothing although it has moved, or return "".
-
-    - `rows`: the history.
-    """
     changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0
     for name, own in losses_by_group(rows).items():
         # The loss of a group is the same in all rows, to the last digit.
-        if np.any(own) and changes(rows["loss"]) and not changes(own):
+        if np.any(own) and changes(losses) and not changes(own):
             return (
-                f"it has not changed the loss of the group {name!r}: its residuals may "
-                "not depend on the parameters that are trained, as second derivatives of "
-                "a ReLU (the default activation of `eqx.nn.MLP`) do not, so use a smooth "
-                "activation such as `jnp.tanh`, or leave the group out"
+                f"`gnlin.solve` has not changed the loss of the group {name!r}: its "
+                "residuals may not depend on the parameters that are trained, as second "
+                "derivatives of a ReLU (the default activation of `eqx.nn.MLP`) do not; "
+                "in a differential equation use a smooth one, such as `jnp.tanh`."
             )
     return ""
 

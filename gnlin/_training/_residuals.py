@@ -233,7 +233,8 @@ def check_order(driver: str, model: Any, data: Any) -> None:
         parts = [model]
     are_groups = any(isinstance(part, Residuals | Groups) for part in parts)
     is_model = isinstance(data, eqx.Module) and not isinstance(data, Residuals | Groups)
-    are_arrays = isinstance(model, list | tuple) and not any(map(callable, model))
+    are_arrays = isinstance(model, list | tuple) and not any(map(callable, parts))
+    are_arrays &= not callable(model)
     if are_groups or (is_model and are_arrays):
         raise ValueError(
             f"The arguments of `gnlin.{driver}` are swapped: pass the model first, "
