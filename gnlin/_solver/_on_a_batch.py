@@ -169,7 +169,9 @@ def _damping_of_drawn(
     """Return lambda divided by the curvature along the first gradient, at drawn points.
 
     With noise the loss levels off, and the damping with it. Without noise it falls to the
-    least damping with the loss, also if a step has not carried over.
+    least damping with the loss, also if a step has not carried over. If the run begins
+    with a trained network, the loss does not fall far, and the damping stays after a step
+    that does not carry over; for the heat equation the error is then 6 % larger.
     """
     share = jnp.where(first_loss > 0, jnp.minimum(loss / first_loss, 1), 0)
     noisy = jnp.where(is_noisy, _DAMPING_ACROSS * share, 0)
