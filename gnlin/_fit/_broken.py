@@ -36,8 +36,7 @@ def explained(
     try:
         yield
     except Exception as error:
-        # An inner run may have raised it, in a callback.
-        if run.step > first and not hasattr(error, "solution"):
+        if run.step > first:
             note = f"`gnlin.fit` had made {how_many(run.step, 'step')}."
             # A solution with batch normalisation may need the broken data.
             with suppress(Exception):
