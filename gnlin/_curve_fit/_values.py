@@ -182,11 +182,11 @@ def _of_sets(of_y: list, of_curve: list) -> str:
     pairs = [
         (y, one)
         for y, one in zip(of_y, of_curve, strict=True)
-        if one and len(y) > len(one)
+        if one and len(y) > len(one) and math.prod(y) > math.prod(one)
     ]
     if len(pairs) < len(of_y):
         return ""
-    if all(y[-len(one) :] == one and math.prod(y) > math.prod(one) for y, one in pairs):
+    if all(y[-len(one) :] == one for y, one in pairs):
         rows = ", ".join(map(str, pairs[0][1]))
         return f": give data sets one leading axis, by `y.reshape(-1, {rows})`"
     first, one = pairs[0]
