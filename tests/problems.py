@@ -18,6 +18,22 @@ SHAPES = {
 }
 
 
+class Linear(gnlin.authoring.AbstractElementwiseLoss):
+    """A log-likelihood that the model returns, without curvature."""
+
+    reduction: str | None = None
+
+    def elementwise(self, output, target):
+        return -output
+
+
+class Scores(Linear):
+    """Fisher's information, estimated by the outer products of the scores."""
+
+    def root(self, output, target):
+        return jnp.ones_like(output)
+
+
 def decay(p, x):
     """A curve of the parameters `a`, `c` and `rate`."""
     return p["a"] * jnp.exp(-p["rate"] * x) + p["c"]

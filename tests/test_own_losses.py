@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import Linear, Scores
 
 import gnlin
 from gnlin._training._curvature import without_curvature
@@ -19,20 +20,6 @@ MODEL = eqx.nn.MLP(2, 3, 6, 1, jnp.tanh, key=jax.random.key(0))
 X = RNG.normal(size=(30, 2))
 Y = np.tanh(X @ RNG.normal(size=(2, 3)))
 LEVENBERG = gnlin.LevenbergMarquardt()
-
-
-class Linear(gnlin.authoring.AbstractElementwiseLoss):
-    reduction: str | None = None
-
-    def elementwise(self, output, target):
-        return -output
-
-
-class Scores(Linear):
-    """Fisher's information, estimated by the outer products of the scores."""
-
-    def root(self, output, target):
-        return jnp.ones_like(output)
 
 
 class Absolute(gnlin.authoring.AbstractElementwiseLoss):

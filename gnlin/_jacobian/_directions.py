@@ -21,11 +21,15 @@ _TRANSPOSED = {p for p in vars(primitives).values() if isinstance(p, Primitive)}
 _TRANSPOSED -= {primitives.while_p, primitives.linear_solve_p}
 
 
+def are_read(program: Jaxpr) -> list[bool]:
+    """Whether any result of a program depends on each of its arguments."""
+    return partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]
+
+
 def is_zero_map(program: Jaxpr) -> bool:
     """Whether no result of a program depends on its arguments, as in the derivative of a
     function that rounds."""
-    _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    return not any(read)
+    return not any(are_read(program))
 
 
 def only_direction(

@@ -2,14 +2,16 @@
 
 import equinox as eqx
 import jax
-from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from .._common._words import how_many, name_of
+from .._jacobian._directions import are_read
 from ._step import StepSettings
 
 
-def only_pulled(setting: StepSettings, parameters: PyTree, state: PyTree, data: tuple):
+def only_pulled(
+    setting: StepSettings, parameters: PyTree, state: PyTree, data: tuple
+) -> str:
     """Return a sentence that names the parameters by which the derivative of the outputs
     is zero whatever the numbers are, if there is a prior; or "". The program of the
     derivative is traced, and not compiled."""
@@ -31,8 +33,7 @@ def only_pulled(setting: StepSettings, parameters: PyTree, state: PyTree, data: 
         return jax.linearize(outputs, leaves)[1](tangents)
 
     program = jax.make_jaxpr(derivative)(shapes, shapes, arrays).jaxpr
-    _, read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    tangents = read[len(shapes) : 2 * len(shapes)]
+    tangents = are_read(program)[len(shapes) : 2 * len(shapes)]
     names = [name_of(x[0]) for x, y in zip(with_path, tangents, strict=True) if not y]
     if not names:
         return ""
