@@ -214,3 +214,19 @@ def test_runs_that_start_at_an_exact_solution_converge(kind, unit, dtype):
         error = np.abs(np.asarray(y, float) * unit - np.asarray(pose, float))
         assert np.max(error) < 20 * np.finfo(dtype).eps
         assert k == 0 or found.stats["num_steps"] <= 3
+
+
+def test_a_group_below_the_rounding_of_the_whole_loss_converges():
+    """In single precision the loss of the large group hides what the small one gains."""
+    x = jnp.linspace(0, 1, 50, dtype=jnp.float32)
+    noise = np.random.default_rng(0).normal(size=50)
+    groups = {
+        "small": gnlin.Residuals(lambda p, x: jnp.exp(p["a"] * x) - jnp.exp(0.7 * x), x),
+        "large": gnlin.Residuals(
+            lambda p, y: p["b"] - y, jnp.asarray(1000 * noise, jnp.float32)
+        ),
+    }
+    start = {"a": jnp.float32(0), "b": jnp.float32(0)}
+    solution = gnlin.solve(start, groups)
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.model["a"], 0.7, rtol=1e-5)
