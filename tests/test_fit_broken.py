@@ -269,14 +269,18 @@ def test_another_process_is_refused_until_it_ends(kind, tmp_path):
     assert not (tmp_path / ".lock").exists()
 
 
-def test_a_run_within_a_run(tmp_path):
+@pytest.mark.parametrize("name", ["folder", "folder/../folder", "link"])
+def test_a_run_within_a_run(name, tmp_path):
+    folder = tmp_path / "folder"
+    (tmp_path / "link").symlink_to(folder)
+
     class Nested(gnlin.callbacks.Callback):
         def on_step(self, run):
-            fit(steps=2, checkpoint=tmp_path, resume=True)
+            fit(steps=2, checkpoint=tmp_path / name, resume=True)
 
     with pytest.raises(CheckpointError, match="Another run is writing"):
-        fit(steps=2, checkpoint=tmp_path, callbacks=Nested())
-    fit(steps=2, checkpoint=tmp_path, resume=True)  # the lock was released
+        fit(steps=2, checkpoint=folder, callbacks=Nested())
+    fit(steps=2, checkpoint=folder, resume=True)  # the lock was released
 
 
 def test_a_refused_run_releases_the_folder(tmp_path):
