@@ -2117,8 +2117,8 @@ def test_a_function_that_needs_whole_numbers_gets_them(f, x):
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
         expected, x = jnp.array([1.5, 4]), jnp.asarray(x)
         y = f(expected, x)
-        curve = Curve(f).on(expected, None, x)
-        np.testing.assert_allclose(curve.values(expected, None, x), y)
+        curve = Curve(f, None).on(expected, x)
+        np.testing.assert_allclose(curve.values(expected, x), y)
 
 
 def test_columns_of_whole_numbers_that_a_function_joins():
@@ -2131,7 +2131,7 @@ def test_columns_of_whole_numbers_that_a_function_joins():
         x = {"u": jnp.arange(2000), "v": jnp.arange(2000, 4000)}
         p = jnp.array([1.0, 2.0])
         with pytest.warns(DeprecationWarning, match="an old function"):
-            found = Curve(f).on(p, None, x).values(p, None, x)
+            found = Curve(f, None).on(p, x).values(p, x)
         y = 1 + 2e-9 * np.arange(4000.0) ** 3
         np.testing.assert_allclose(found, y, rtol=1e-5)
 

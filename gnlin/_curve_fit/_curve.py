@@ -55,27 +55,32 @@ class Data(NamedTuple):
 
 
 class Curve(eqx.Module):
-    """The user's function, called with the free and the fixed parameters. Both have the
-    structure of all parameters, with `None` in place of the others."""
+    """The user's function, with some of its parameters fixed. The free and the fixed ones
+    have the structure of all parameters, with `None` in place of the others."""
 
     f: Callable[[Any, Any], PyTree]
+    fixed: PyTree
     # The dtypes of the leaves of x with which `f` is called, if they differ from x's.
     dtypes: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
-    def __call__(self, free: PyTree, fixed: PyTree, x: PyTree) -> Float[Array, " m"]:
+    def __call__(self, free: PyTree, x: PyTree) -> Float[Array, " m"]:
         with full_precision():
-            return flat(self.values(free, fixed, x))
+            return flat(self.values(free, x))
 
-    def values(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
+    def values(self, free: PyTree, x: PyTree) -> PyTree:
         """Return what the user's function returns."""
         x = x if self.dtypes is None else cast(x, self.dtypes)
-        return self.f(eqx.combine(free, fixed), x)
+        return self.f(self.parameters(free), x)
 
-    def on(self, free: PyTree, fixed: PyTree, x: PyTree) -> "Curve":
+    def parameters(self, free: PyTree) -> PyTree:
+        """Return all parameters."""
+        return eqx.combine(free, self.fixed)
+
+    def on(self, free: PyTree, x: PyTree) -> "Curve":
         """Trace the curve for arguments of these shapes, so that functions which compute
         the same share one compilation. A function with leaves, such as a model, does so
         already, and is not traced."""
-        parameters = eqx.combine(free, fixed)
+        parameters = self.parameters(free)
         is_plain = jax.tree_util.all_leaves([self.f])
         whole, dtypes = whole_numbers(x), None
 
@@ -92,13 +97,14 @@ class Curve(eqx.Module):
                     memory[kind] = dtypes, shaped(x, dtypes)
                 dtypes, x = memory[kind]
             f = program_of(self.f, parameters, x) if is_plain else self.f
-        return Curve(f, dtypes)
+        return Curve(f, self.fixed, dtypes)
 
-    def shapes(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
+    def shapes(self, free: PyTree, x: PyTree) -> PyTree:
         """Return the shapes and types of what the user's function returns."""
         if isinstance(self.f, Program):
             return self.f.outputs
-        return jax.eval_shape(self.values, free, fixed, x)
+        x = x if self.dtypes is None else shaped(x, self.dtypes)
+        return jax.eval_shape(self.f, self.parameters(free), x)
 
     @property
     def has_loops(self) -> bool:

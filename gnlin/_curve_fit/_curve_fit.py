@@ -173,7 +173,7 @@ def curve_fit(
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
-    curve, bounds = Curve(f), limits(bounds, start)
+    curve, bounds = Curve(f, kept), limits(bounds, start)
     # Arrays, so that looser refits, and other numbers of steps, run the same program.
     solver = dataclasses.replace(solver, bounds=bounds, rtol=as_scalar(solver.rtol))
     most = np.asarray(min(max_steps, np.iinfo(np.int32).max))
@@ -181,18 +181,18 @@ def curve_fit(
     if in_parts or y is None:
         if sigma_x is not None or starts is not None:
             raise ValueError("A fit in parts takes neither `sigma_x` nor `starts`.")
-        program, parts = read_in_parts(curve, x, y, sigma, free, kept)
+        program, parts = read_in_parts(curve, x, y, sigma, free)
         check_in_parts(solver, loss, parts)
         few = as_x(parts.example[0])
-        check_rates(loss, curve.on(free, kept, few), free, kept, few)
+        check_rates(loss, curve.on(free, few), free, few)
         check_start(bounds, free)
-        setting = FitSettings(program, solver, loss, most, kept, absolute_sigma)
+        setting = FitSettings(program, solver, loss, most, absolute_sigma)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x, sigma)
     given = x
-    x, values, missing = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
+    x, values, missing = with_x(x, as_y(curve, free, x, y), nan_policy)
     data, axes = data_of(x, values, sigma, sigma_x, nan_policy)
     if is_likelihood(loss):
         loss = in_one_row(loss, values.of_one())
@@ -215,14 +215,14 @@ def curve_fit(
     if starts is not None:
         free = _sobol(starts, first, free, bounds, many)
 
-    program = curve.on(first, kept, x)
+    program = curve.on(first, x)
     if missing is not None:
-        check_alone(program, first, kept, given, x, missing)
-    check_rates(loss, program, first, kept, x)
+        check_alone(program, first, given, x, missing)
+    check_rates(loss, program, first, x)
     solver = _for_fits(
         solver, loss, wait=many and (program.has_loops or bounds is not None)
     )
-    setting = FitSettings(program, solver, loss, most, kept, absolute_sigma, axes)
+    setting = FitSettings(program, solver, loss, most, absolute_sigma, axes)
     run = functools.partial(fitted, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
         return as_curve_fit(setting, curve, first, data, *run(setting, data, free))

@@ -33,12 +33,12 @@ _BLOCK = 2**15
 
 
 def read_in_parts(
-    curve: Curve, x: Any, y: Any, sigma: Any, free: PyTree[Array], kept: PyTree
+    curve: Curve, x: Any, y: Any, sigma: Any, free: PyTree[Array]
 ) -> tuple[Curve, Parts]:
     """Return the curve for a block of the data, and the data as parts, after a check that
     the points are independent."""
     data = sigma if y is None else (x, y, sigma)
-    if is_traced((jnp.zeros(()), data, free, kept)):  # also if only `f` is
+    if is_traced((jnp.zeros(()), data, free, curve.fixed)):  # also if only `f` is
         raise ValueError(
             "A fit in parts reads the data from the host, so it cannot be inside "
             "`jax.jit`, `jax.vmap` or a derivative: call it outside, or pass all data "
@@ -47,13 +47,13 @@ def read_in_parts(
 
     def block_size(x: PyTree, y: PyTree) -> int:
         few = as_x(x)
-        values = as_y(curve, free, kept, few, y)
+        values = as_y(curve, free, few, y)
         if values.many:
             raise ValueError(
                 "A fit in parts is of one data set, but `f(start, x)` has one axis less "
                 "than `y`: fit each data set separately."
             )
-        _check_independence(curve, free, kept, few)
+        _check_independence(curve, free, few)
         outputs = values.flat().size // len(jax.tree.leaves(y)[0])
         return max(1, _BLOCK // (outputs * (_tree.size(free) + 1)))
 
@@ -63,14 +63,14 @@ def read_in_parts(
         lambda v: jax.ShapeDtypeStruct((parts.block, *v.shape[1:]), to_jax(v).dtype),
         x,
     )
-    return curve.on(free, kept, block), parts
+    return curve.on(free, block), parts
 
 
-def _check_independence(curve: Curve, free: PyTree, kept: PyTree, x: PyTree) -> None:
+def _check_independence(curve: Curve, free: PyTree, x: PyTree) -> None:
     size = len(jax.tree.leaves(x)[0])
     if size < 2:
         return
-    f = lambda x: curve.on(free, kept, x).values(free, kept, x)
+    f = lambda x: curve.on(free, x).values(free, x)
     whole = f(x)
     for half in (slice(None, size // 2), slice(size // 2, None)):
         part = f(jax.tree.map(lambda v, half=half: v[half], x))
@@ -148,7 +148,7 @@ class _Passes:
         # The sums do not use the solver, and another one would compile them again.
         self.of_sums = setting._replace(solver=None)  # type: ignore
         x, y = jax.tree.map(to_jax, parts.example)
-        outputs = setting.curve.shapes(start, setting.fixed, x)
+        outputs = setting.curve.shapes(start, x)
         dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
         self.nothing = Sums.of_nothing(_tree.size(start), dtype)
 

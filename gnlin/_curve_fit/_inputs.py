@@ -60,16 +60,15 @@ def with_x(
 def check_alone(
     curve: Curve,
     free: PyTree,
-    kept: PyTree,
     given: PyTree[Array],
     x: PyTree[Array],
     missing: Bool[np.ndarray, " n"],
 ) -> None:
     """Raise unless the curve depends on the missing values of `given` at their points
     only. `x` has other values in their place."""
-    if is_traced((free, kept)):
+    if is_traced((free, curve.fixed)):
         return
-    outputs = (jax.tree.leaves(curve.values(free, kept, each)) for each in (x, given))
+    outputs = (jax.tree.leaves(curve.values(free, each)) for each in (x, given))
     for new, old in zip(*outputs, strict=True):
         if not np.array_equal(new[~missing], old[~missing], equal_nan=True):
             raise ValueError(

@@ -185,19 +185,17 @@ def point_at_edge(
     return jnp.where(jnp.any(is_at_edge), jnp.argmax(is_at_edge), -1)
 
 
-def check_rates(
-    loss: AbstractLoss, curve: Curve, free: PyTree, kept: PyTree, x: PyTree
-) -> None:
+def check_rates(loss: AbstractLoss, curve: Curve, free: PyTree, x: PyTree) -> None:
     """Check that the rates of a Poisson loss with `log_input=False`, which are
     `f(start, x)`, are positive."""
     if not is_of_rates(loss):
         return
-    known = curve(free, kept, x)
+    known = curve(free, x)
     if isinstance(known, Tracer):
         return
     wrong = np.flatnonzero(~(np.asarray(known) > 0))
     if wrong.size > 0:
-        place, *_ = place_of(int(wrong[0]), curve.shapes(free, kept, x))
+        place, *_ = place_of(int(wrong[0]), curve.shapes(free, x))
         raise ValueError(
             "`f` is the rate of the counts, which must be positive, but `f(start, x)` is "
             f"{float(known[wrong[0]]):.4g} {place}: start elsewhere, leave the "

@@ -87,13 +87,12 @@ def _by(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:
     """Name the parameters by which an entry of `f` has a derivative that is not finite.
     Each is differentiated separately: in a joint derivative, a zero for one parameter may
     become NaN because of another."""
-    curve, fixed = fit._setting.curve, fit._setting.fixed
     leaves, structure = jax.tree.flatten(fit._end.parameters)
 
     def slopes(k: int) -> np.ndarray:
         def value(leaf):
             free = structure.unflatten([*leaves[:k], leaf, *leaves[k + 1 :]])
-            return curve(free, fixed, x)[entry]
+            return fit._setting.curve(free, x)[entry]
 
         return np.ravel(jax.jacfwd(value)(leaves[k]))
 

@@ -54,7 +54,7 @@ def of_own_values(fit: "CurveFit") -> str:
             assert fit.residuals is not None  # the data are in memory
             if not np.max(np.abs(fit.residuals)) > rounding(data):
                 return ""
-            given = setting.curve, fit._free, setting.fixed, data.x
+            given = setting.curve, fit._free, data.x
             probes = (np.asarray(a, float) for a in _probed(*given, place, which))
             if (number := _degrees(*probes)) > 0:
                 return _told(f"x{jax.tree_util.keystr(path)}", number)
@@ -105,7 +105,7 @@ def _degrees(traces: np.ndarray, sums: np.ndarray, squares: np.ndarray) -> float
 
 @eqx.filter_jit
 def _probed(
-    curve: Curve, free: PyTree, fixed: PyTree, x: PyTree[Array], place: int, which: int
+    curve: Curve, free: PyTree, x: PyTree[Array], place: int, which: int
 ) -> tuple[Float[Array, " probes"], Float[Array, "..."], Float[Array, "..."]]:
     """Return estimates of the trace of the derivative of an array of the curve by one of
     x: products of random signs with the change of the curve along them. Return also
@@ -118,7 +118,7 @@ def _probed(
         for Laplacian smoothing splines*, Commun. Stat. Simul. Comput. 18 (1989).
     """
     leaves, structure = jax.tree.flatten(x)
-    here = jax.tree.leaves(curve.values(free, fixed, x))[which]
+    here = jax.tree.leaves(curve.values(free, x))[which]
     eps = jnp.finfo(here.dtype).eps
     width = eps ** (1 / 3) * jnp.sqrt(jnp.mean(jnp.abs(leaves[place]) ** 2))
 
@@ -126,7 +126,7 @@ def _probed(
         signs = jax.random.rademacher(key, here.shape, here.real.dtype)
         moved = leaves.copy()
         moved[place] = leaves[place] + (width * signs).astype(leaves[place].dtype)
-        there = jax.tree.leaves(curve.values(free, fixed, structure.unflatten(moved)))
+        there = jax.tree.leaves(curve.values(free, structure.unflatten(moved)))
         products = signs * (there[which] - here).real / width
         return (sums[0] + products, sums[1] + products**2), jnp.sum(products)
 

@@ -28,7 +28,6 @@ class FitSettings(NamedTuple):
     solver: AbstractGaussNewton
     loss: AbstractElementwiseLoss
     max_steps: Int[Array | np.ndarray, ""]
-    fixed: PyTree[Array]
     absolute_sigma: bool
     axes: Data | None = None
 
@@ -84,7 +83,6 @@ class Posed(NamedTuple):
 
     curve: Curve
     data: Data
-    fixed: PyTree[Array]
     loss: AbstractElementwiseLoss
     target: Array
     counted: Array
@@ -99,7 +97,7 @@ class Posed(NamedTuple):
         loss = setting.loss
         if setting.likelihood is not None:
             loss = Likelihood(loss=loss, counted=counted)
-        return Posed(setting.curve, data, setting.fixed, loss, target, counted)
+        return Posed(setting.curve, data, loss, target, counted)
 
     def variables(self, parameters: PyTree) -> PyTree:
         """Return the variables of the problem, with x as it was given."""
@@ -110,7 +108,7 @@ class Posed(NamedTuple):
         and is not used."""
         x = self.data.moved(variables["x"])
         free = self.data.with_held(variables["curve"])
-        values = whitened(self.curve(free, self.fixed, x), self.data)
+        values = whitened(self.curve(free, x), self.data)
         return _joined(values, variables["x"])
 
 

@@ -100,7 +100,7 @@ def profiles(
     best, dtype = np.asarray(flat), flat.dtype
     errors = np.sqrt(np.diagonal(np.asarray(fit.covariance_matrix)))
     is_inner = np.asarray(end.at_bound) == 0
-    none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
+    none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.curve.fixed)
     of_all = lambda e: eqx.combine(unravel(jnp.asarray(e, dtype)), none)
     assert fit.residuals is not None  # fits in parts have no profiles
     is_exact = jnp.max(jnp.abs(fit.residuals)) <= rounding(data)

@@ -35,7 +35,7 @@ def band(fit: "CurveFit", x: PyTree[Array], quantile: float, sigma: Any) -> Band
     """Return the curve at x, with an interval of this many standard errors to each side.
     With `sigma` it is the interval of a new measurement."""
     setting, end = fit._setting, fit._end
-    given = end.parameters, setting.fixed, x
+    given = end.parameters, x
     curve = fit._curve.on(*given)
     like = curve.shapes(*given)
     mean, variance = _curve_and_errors(curve, *given, end.covariance, end.variance)
@@ -69,19 +69,19 @@ def _deviations(sigma: Any, like: PyTree) -> Float[Array, " m"]:
 
 
 @eqx.filter_jit
-def _curve_and_errors(curve, free, fixed, x, errors: Covariance, variance: Scalar):
+def _curve_and_errors(curve, free, x, errors: Covariance, variance: Scalar):
     """Return the curve and its variance, given the residuals' variance."""
-    lin = linearise(lambda p, _: curve(p, fixed, x), free)
+    lin = linearise(lambda p, _: curve(p, x), free)
     return lin.outputs, errors.variances(lin.matrix(), variance)
 
 
 def derived(fit: "CurveFit", fn: Callable[[PyTree], PyTree]) -> Estimate:
     """Return a function of the parameters, and its standard error."""
-    setting, end = fit._setting, fit._end
+    end = fit._end
 
     def value(free: PyTree) -> PyTree:
         try:
-            return fn(eqx.combine(free, setting.fixed))
+            return fn(fit._curve.parameters(free))
         except Exception as error:
             if explains_itself(error):
                 raise

@@ -115,7 +115,7 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         _named(fit, fit._hidden and getattr(fit._hidden, of))
         for of in ("missing", "vanishing")
     )
-    fixed = names_of(fit._setting.fixed)
+    fixed = names_of(fit._curve.fixed)
     rows = []
     for name, value, error, side, multiplier in zip(*columns, strict=True):
         if name in fixed:

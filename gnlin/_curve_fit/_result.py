@@ -124,7 +124,7 @@ class CurveFit(eqx.Module):
         vars(self).update(state)
         curve, setting, data = self._curve, self._setting, self._data
         if data is not None:
-            curve = curve.on(self._start, setting.fixed, data.x)
+            curve = curve.on(self._start, data.x)
         vars(self)["_setting"] = setting._replace(curve=curve)
 
     @property
@@ -315,8 +315,7 @@ class CurveFit(eqx.Module):
     def _like_y(self) -> PyTree:
         """Return the shapes and types of y of one data set in memory."""
         assert self._data is not None
-        setting = self._setting
-        return setting.curve.shapes(self._start, setting.fixed, self._data.x)
+        return self._setting.curve.shapes(self._start, self._data.x)
 
     def _quantile(self, confidence: float) -> float:
         from scipy.stats import norm, t  # slow to import

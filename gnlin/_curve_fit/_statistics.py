@@ -144,10 +144,10 @@ def as_fitted(
     outer = errors[:, None] * errors[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
-    zeros = _tree.zeros_like(setting.fixed)
+    zeros = _tree.zeros_like(setting.curve.fixed)
     in_structure = lambda values: eqx.combine(unravel(values), zeros)
     return end, {
-        "parameters": eqx.combine(parameters, setting.fixed),
+        "parameters": setting.curve.parameters(parameters),
         "standard_errors": in_structure(errors),
         "covariance": _blocks(in_structure, matrix),
         "covariance_matrix": matrix,

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -36,9 +35,9 @@ class Values(NamedTuple):
         return jax.vmap(flat)(self.tree) if self.many else flat(self.tree)
 
 
-def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Values:
+def as_y(curve: Curve, free: PyTree, x: PyTree, y: PyTree) -> Values:
     """Decide whether y is one data set or several, by the shapes that `f` returns."""
-    out = _outputs(curve, free, kept, x)
+    out = _outputs(curve, free, x)
     if isinstance(y, list | tuple | float | int):
         same = jax.tree.structure(y) == jax.tree.structure(out)
         if not same or not jax.tree.leaves(y):
@@ -49,7 +48,7 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
         yield out, Values(tree, many=False)
         if _may_be_many(tree):
             if _lengths(free) == _lengths(tree):
-                of_one = _outputs(curve, of_one_example(free), kept, x)
+                of_one = _outputs(curve, of_one_example(free), x)
                 yield of_one, Values(tree, True, has_starts=True)
             yield out, Values(tree, many=True)
 
@@ -57,13 +56,13 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
         if _shapes(found) == _shapes(values.of_one()):
             _check_kind(found, values)
             return values
-    _refuse(curve, free, kept, x, tree, out)
+    _refuse(curve, free, x, tree, out)
 
 
-def _outputs(curve: Curve, free: PyTree, kept: PyTree, x: PyTree) -> Any:
+def _outputs(curve: Curve, free: PyTree, x: PyTree) -> Any:
     """Return the shapes of `f(parameters, x)`, or the error that it raises."""
     try:
-        return curve.on(free, kept, x).shapes(free, kept, x)
+        return curve.on(free, x).shapes(free, x)
     except Exception as error:
         return error
 
@@ -103,24 +102,22 @@ def _check_kind(found: PyTree, values: Values) -> None:
             )
 
 
-def _refuse(
-    curve: Curve, free: PyTree, kept: PyTree, x: PyTree, tree: PyTree, out: Any
-) -> NoReturn:
+def _refuse(curve: Curve, free: PyTree, x: PyTree, tree: PyTree, out: Any) -> NoReturn:
     """Raise an error that says why y does not have the shapes of the curve.
 
     - `tree`: y.
     - `out`: the shapes that `f` returns, or the error that it raises.
     """
     # What `f` returns if the call was `curve_fit(f, start, x, y)`
-    in_other_order = Curve(lambda parameters, _: curve.f(x, tree))
-    found, start = _outputs(in_other_order, free, kept, x), eqx.combine(free, kept)
+    in_other_order = Curve(lambda parameters, _: curve.f(x, tree), curve.fixed)
+    found, start = _outputs(in_other_order, free, x), curve.parameters(free)
     if _shapes(found) == _shapes(start) and _tree.size(x) < _tree.size(start):
         raise ValueError(
             "`f(start, x)` does not have the shapes of `y`, but would have if the "
             "arguments were in another order: pass `gnlin.curve_fit(f, x, y, start)`."
         )
-    in_order_of_scipy = Curve(lambda parameters, x: curve.f(x, parameters))
-    swapped = _outputs(in_order_of_scipy, free, kept, x)
+    in_order_of_scipy = Curve(lambda parameters, x: curve.f(x, parameters), curve.fixed)
+    swapped = _outputs(in_order_of_scipy, free, x)
     if _shapes(swapped) == _shapes(tree) and _shapes(out) != _shapes(x):
         raise ValueError(
             "`f(start, x)` does not have the shapes of `y`, but `f(x, start)` has: `f` "
@@ -129,15 +126,15 @@ def _refuse(
     if _may_be_many(tree):
         lengths = _lengths(tree)
         of_one_set = _shapes(of_one_example(tree))
-        are_all = _lengths(free) == _lengths(kept) == lengths
-        of_all = of_one_example(free), of_one_example(kept)
-        if are_all and _shapes(_outputs(curve, *of_all, x)) == of_one_set:
+        are_all = _lengths(free) == _lengths(curve.fixed) == lengths
+        of_one = Curve(curve.f, of_one_example(curve.fixed))
+        if are_all and _shapes(_outputs(of_one, of_one_example(free), x)) == of_one_set:
             raise ValueError(
                 "A fixed parameter has one value for all data sets, but in `start` each "
                 "has its own: pass one value, or fit each data set separately."
             )
         of_some = _of_one_set(free, *lengths)
-        if _shapes(_outputs(curve, of_some, kept, x)) == of_one_set:
+        if _shapes(_outputs(curve, of_some, x)) == of_one_set:
             raise ValueError(
                 "Each parameter in `start` needs a leading axis over the data sets, of "
                 f"the length {len(jax.tree.leaves(tree)[0])}, or none of them, but their "
