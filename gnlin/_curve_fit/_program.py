@@ -109,7 +109,8 @@ def _all_fitted(
     num_rows: int,
 ) -> tuple[Fitted, dict[str, Any]]:
     def of_start(data, start):
-        return _fitted(setting, data, start, num_rows)
+        end = run(setting, data, start, num_rows=num_rows)
+        return _statistics(setting, data, start, end)
 
     def of_starts(data, starts):
         end, found = jax.vmap(of_start, in_axes=(None, 0))(data, starts)
@@ -123,36 +124,25 @@ def _all_fitted(
     return fit(data, start)
 
 
-def _fitted(
-    setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
-) -> tuple[Fitted, dict[str, Any]]:
-    end = run(setting, data, start, num_rows=num_rows)
-    fitted, found, _ = _statistics(setting, data, start, end)
-    return fitted, found
-
-
 class _First(NamedTuple):
     """A run with its last linearisation, and the statistics that follow from this.
 
     - `is_elsewhere`: whether the run ended at another point than this linearisation's.
-    - `is_open`: whether the curve has to be evaluated to know whether each parameter
-        affects it.
     """
 
     end: Run
     fitted: Fitted
     found: dict[str, Any]
     is_elsewhere: Bool[Array, ""]
-    is_open: Bool[Array, ""]
 
     @staticmethod
     def of(
         setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
     ) -> "_First":
         end = run(setting, data, start, num_rows=num_rows, keeps=True)
-        fitted, found, is_open = _statistics(setting, data, start, end, is_tested=False)
+        fitted, found = _statistics(setting, data, start, end, is_tested=False)
         assert end.kept is not None
-        return _First(end, fitted, found, ~end.kept.is_at(end.variables), is_open)
+        return _First(end, fitted, found, ~end.kept.is_at(end.variables))
 
 
 _first = quickly(_First.of, has_loops=True)
@@ -173,11 +163,10 @@ def _in_two(
     """
     first = _first(setting, data, start, num_rows)
     end, is_elsewhere = first.end, bool(first.is_elsewhere)
-    if not is_elsewhere and (is_refit or not first.is_open):
+    if not is_elsewhere and (is_refit or not first.fitted.is_open):
         return first.fitted, first.found
     end = end._replace(kept=None if is_elsewhere else end.kept)
-    fitted, found, _ = _second(setting, data, start, end)
-    return fitted, found
+    return _second(setting, data, start, end)
 
 
 def _statistics(
@@ -186,11 +175,11 @@ def _statistics(
     start: PyTree[Array],
     end: Run,
     is_tested: bool = True,
-) -> tuple[Fitted, dict[str, Any], Bool[Array, ""]]:
-    """Return the end of a fit, the fields of `CurveFit`, and whether the curve has to be
-    evaluated to know whether each parameter affects it.
+) -> tuple[Fitted, dict[str, Any]]:
+    """Return the end of a fit, and the fields of `CurveFit`.
 
-    - `is_tested`: whether the curve is evaluated for this.
+    - `is_tested`: whether the curve is evaluated where the linearisation does not tell
+        whether each parameter affects it.
     """
     posed, variables = Posed.of(setting, data), end.variables
     parameters = variables["curve"]
@@ -230,6 +219,7 @@ def _statistics(
     known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents
     loss = posed.loss.value(outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
+    fitted = fitted._replace(is_open=is_open)
     if is_of_rates(setting.likelihood):
         spread = _tree.matmul(by_parameters, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))
@@ -241,7 +231,7 @@ def _statistics(
         "history": end.history,
         "num_steps": end.num_steps,
     }
-    return fitted, found, is_open
+    return fitted, found
 
 
 _second = quickly(_statistics, has_loops=True)

@@ -41,6 +41,7 @@ class Fitted(NamedTuple):
         the next Gauss-Newton step, in the metric of the covariance.
     - `nonfinite`: where the curve or its derivative is not finite.
     - `edge`: a point whose rate has fallen to 0, or -1.
+    - `is_open`: whether only the curve itself can tell if each parameter affects it.
     """
 
     parameters: PyTree[Array]
@@ -55,6 +56,7 @@ class Fitted(NamedTuple):
     distance: Scalar
     nonfinite: NonFinite
     edge: int | Int[Array, ""] = -1
+    is_open: bool | Bool[Array, ""] = False
 
     def judged(self, result: optx.RESULTS) -> optx.RESULTS:
         """Return how the run ended, given the result of the solver."""
