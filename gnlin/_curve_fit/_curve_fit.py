@@ -2,23 +2,35 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
 from .._common import _tree
-from .._common._checks import as_scalar, check_callable, check_count, check_flag
+from .._common._checks import (
+    as_scalar,
+    check_callable,
+    check_count,
+    check_flag,
+    is_traced,
+)
 from .._linearisation._bounds import check_start
 from .._linearisation._retraction import check_still, Retraction
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
+from .._solver._termination import STANDS_STILL
+from .._training._messages import result_name
+from .._training._solution import History
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
 from ._arrays import as_x, warn_of_rounding
-from ._curve import Curve
+from ._curve import Curve, Data
+from ._hidden import hidden
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
 from ._inputs import check_alone, data_of, errors_of_x, surely, with_x
 from ._likelihood import (
@@ -29,12 +41,12 @@ from ._likelihood import (
     is_likelihood,
     without_empty,
 )
-from ._made import as_curve_fit
 from ._parameters import as_start, check_shared, limits, parted
 from ._problem import FitSettings, flat_box
 from ._program import fitted
 from ._result import CurveFit
-from ._rounds import in_rounds
+from ._rounds import in_rounds, unless
+from ._statistics import Fitted
 from ._values import as_y
 
 
@@ -188,7 +200,7 @@ def curve_fit(
         check_start(bounds, free)
         setting = FitSettings(program, solver, loss, most, absolute_sigma)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
-        return as_curve_fit(setting, curve, free, None, end, found)
+        return _as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x, sigma)
     given = x
@@ -225,11 +237,41 @@ def curve_fit(
     setting = FitSettings(program, solver, loss, most, absolute_sigma, axes)
     run = functools.partial(fitted, has_starts=starts is not None)
     if not setting.is_robust or sigma is not None:
-        return as_curve_fit(setting, curve, first, data, *run(setting, data, free))
+        return _as_curve_fit(setting, curve, first, data, *run(setting, data, free))
     data, end, found = in_rounds(run, setting, data, free, starts is not None)
     # The scale differs between models, so their losses cannot be compared.
     found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
-    return as_curve_fit(setting, curve, first, data, end, found)
+    return _as_curve_fit(setting, curve, first, data, end, found)
+
+
+def _as_curve_fit(
+    setting: FitSettings,
+    curve: Curve,
+    start: PyTree,
+    data: Data | None,
+    end: Fitted,
+    found: dict[str, Any],
+) -> CurveFit:
+    """Build the result from the end of a run and the public fields, which were `found`.
+    This function warns the caller of `curve_fit` if something is wrong with the fit."""
+    steps, history = found["num_steps"], found["history"]
+    if history is not None and not is_traced((steps, history)):
+        columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
+        found |= {"history": History(columns)}
+    if setting.many or is_traced(end.loss):
+        failed = end.is_empty
+        if is_traced(end.loss):  # No warning can be given, so a failed fit returns NaN.
+            failed |= jnp.isnan(end.loss)
+        free = jax.tree.map(lambda p: unless(failed, p, jnp.nan), end.parameters)
+        found |= {"parameters": eqx.combine(free, found["parameters"])}
+    unseen = hidden(setting, data, start, end)
+    if unseen.missing.any() and result_name(found["result"]) == "successful":
+        found |= {"result": STANDS_STILL}
+    known = {"_curve": curve, "_start": start, "_setting": setting, "_data": data}
+    fit = CurveFit(**found, **known, _end=end, _hidden=unseen)
+    if said := fit.complaint():
+        warnings.warn(said, stacklevel=3)
+    return fit
 
 
 def _for_fits(solver: Any, loss: Any, *, wait: bool) -> AbstractGaussNewton:

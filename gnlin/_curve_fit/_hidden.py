@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
+from .._common._checks import is_traced
 from .._common._tree import ravel_pytree, Structure
 from .._common._words import how_many
 from .._linearisation._linearisation import linearise
@@ -50,15 +51,19 @@ class Hidden(NamedTuple):
 def hidden(
     setting: FitSettings, data: Data | None, start: PyTree[Array], end: Fitted
 ) -> Hidden:
-    """Return which free parameters of one data set have a derivative of zero, and why.
+    """Return which free parameters of one data set in memory have a derivative of zero,
+    and why.
 
     The curve is evaluated only if a column of the Jacobian seems to be zero, and after
     the compiled fit, whose program does not grow."""
-    found = ~np.asarray(end.covariance.determined)
-    none = Hidden(*(np.zeros_like(found) for _ in Hidden._fields))
+    flags = end.covariance.determined
+    none = Hidden(*(np.zeros(flags.shape, bool) for _ in Hidden._fields))
     # Steps of a retraction are not differences of parameters.
     is_refused = setting.many or setting.solver.retraction is not None
-    if data is None or is_refused or not found.any():
+    if data is None or is_refused or is_traced((end, data, setting)):
+        return none
+    found = ~np.asarray(flags)
+    if not found.any():
         return none
     # A parameter that is a part of an undetermined direction has entries here.
     found &= ~np.any(np.asarray(end.covariance.factor), axis=-1)
@@ -166,7 +171,7 @@ def _seen_along(
 
 def of_zero_derivative(fit: "CurveFit") -> str:
     """Return a sentence if the derivative by a parameter is missing, or ""."""
-    if fit._hidden is None or not fit._hidden.missing.any():
+    if not fit._hidden.missing.any():
         return ""
     names, it, _ = _named(fit, fit._hidden.missing)
     return (
@@ -179,7 +184,7 @@ def of_zero_derivative(fit: "CurveFit") -> str:
 
 def of_vanishing_derivative(fit: "CurveFit") -> str:
     """Return a sentence if the derivative by a parameter is zero only here, or ""."""
-    if fit._hidden is None or not fit._hidden.vanishing.any():
+    if not fit._hidden.vanishing.any():
         return ""
     if fit._hidden.falling.any():
         names, it, _ = _named(fit, fit._hidden.falling)

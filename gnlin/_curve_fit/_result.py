@@ -101,7 +101,7 @@ class CurveFit(eqx.Module):
     _setting: FitSettings
     _data: Data | None  # None if it was read in parts
     _end: Fitted
-    _hidden: Hidden | None = None  # free parameters with a derivative of zero
+    _hidden: Hidden
 
     def __repr__(self) -> str:
         if isinstance(self.chi_squared, Tracer):
@@ -164,9 +164,8 @@ class CurveFit(eqx.Module):
         self._check_is_one("undetermined")
         self._check_is_known("undetermined", self.chi_squared)
         directions = apart(self._end.covariance)
-        if self._hidden is not None:  # These do change the curve.
-            seen = self._hidden.missing | self._hidden.vanishing
-            directions = directions[~np.any(directions[:, seen], axis=1)]
+        seen = self._hidden.missing | self._hidden.vanishing  # These change the curve.
+        directions = directions[~np.any(directions[:, seen], axis=1)]
         return described(directions, self.names, self._start, self._free)
 
     def band(self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None) -> Band:

@@ -49,12 +49,12 @@ def in_rounds(
         # Without steps, a round would end at one of the starts.
         may_not_move = has_starts and number > 0 and not surely(~jnp.any(is_over))
         if may_not_move:
-            scale = _unless(is_over, scale, data.spread)
+            scale = unless(is_over, scale, data.spread)
         data = data._replace(spread=scale, steps=made)
         new_end, new = run(setting, data, start)
         of_both = _of_both(found, new)
         if may_not_move:
-            choose = functools.partial(_unless, is_over)
+            choose = functools.partial(unless, is_over)
             new_end, new = jax.tree.map(choose, (new_end, new), (end, found))
         end, found = new_end, new | of_both
         if not has_starts:
@@ -68,7 +68,7 @@ def _as_steps(found: dict[str, Any]) -> Int[Array, "*sets"]:
     return jnp.asarray(found["num_steps"], int)
 
 
-def _unless(is_over: Bool[Array, "*sets"], new: Any, old: Any) -> Array:
+def unless(is_over: Bool[Array, "*sets"], new: Any, old: Any) -> Array:
     """Return the new values, and the old ones of data sets without steps that are
     left."""
     axes = range(is_over.ndim, jnp.ndim(new))
