@@ -1,6 +1,7 @@
 """What the residuals tell: outliers, and whether neighbours deviate alike."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -60,30 +61,33 @@ def outliers(fit: "CurveFit") -> PyTree:
 
 
 def outlying(fit: "CurveFit") -> Bool[np.ndarray, "*sets m"]:
-    """Return which numbers of y are outliers of a robust loss; none are if there is no
-    such loss, or the data were read in parts."""
-    if not fit._setting.is_robust or fit._data is None:
-        return np.zeros((*np.shape(fit._end.loss), 1), bool)
-    sizes = np.abs(np.asarray(fit.residuals))
-    far = sizes > _OUTLYING * np.asarray(fit._end.noise)[..., None]
-    return far & (np.abs(_pulls(fit, fit._data)) < sizes / 3)
+    """Return which numbers of y are outliers of a robust loss."""
+    noise = np.asarray(fit._end.noise)[..., None]
+    is_far = lambda size, pull: (size > _OUTLYING * noise) & (pull < size / 3)
+    return _where_robust(fit, is_far)
 
 
 def ignored(fit: "CurveFit") -> Bool[np.ndarray, "*sets m"]:
     """Return which numbers of y have no weight in a robust loss, although the curve
-    misses them; none if there is no such loss, or the data were read in parts."""
-    if not fit._setting.is_robust or fit._data is None:
+    misses them."""
+    return _where_robust(fit, lambda size, pull: (size != 0) & (pull == 0))
+
+
+def _where_robust(fit: "CurveFit", holds: Callable) -> Bool[np.ndarray, "*sets m"]:
+    """Return for which numbers of y a condition holds: for none if the loss is not
+    robust, or the data were read in parts.
+
+    - `holds`: takes the sizes of the residuals, and of the loss's derivatives by them, in
+        units of sigma.
+    """
+    loss, data = fit._setting.loss, fit._data
+    if data is None or not isinstance(loss, AbstractRobust):
         return np.zeros((*np.shape(fit._end.loss), 1), bool)
-    return (np.asarray(fit.residuals) != 0) & (_pulls(fit, fit._data) == 0)
-
-
-def _pulls(fit: "CurveFit", data: Data) -> np.ndarray:
-    """Return the derivative of a robust loss by each residual, in units of sigma."""
-    loss, residuals = fit._setting.loss, np.asarray(fit.residuals)
-    assert isinstance(loss, AbstractRobust)
+    residuals = np.asarray(fit.residuals)
     unit = np.asarray(1.0 if data.spread is None else data.spread)[..., None]
     scaled = jnp.asarray(residuals / unit)
-    return unit * np.asarray(loss.derivative(scaled, jnp.zeros(())))
+    pulls = unit * np.asarray(loss.derivative(scaled, jnp.zeros(())))
+    return holds(np.abs(residuals), np.abs(pulls))
 
 
 def signs_along_x(fit: "CurveFit", data: Data) -> np.ndarray:
