@@ -110,37 +110,28 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         flat(fit.at_bound),
         flat(fit.multipliers),
     )
-    undetermined = _named(fit, ~np.asarray(fit._end.covariance.determined))
-    missing, vanishing = (
-        _named(fit, fit._hidden and getattr(fit._hidden, of))
-        for of in ("missing", "vanishing")
-    )
-    fixed = names_of(fit._curve.fixed)
+    notes = dict.fromkeys(names_of(fit._curve.fixed), "fixed")
+    for flags, note in (
+        (~np.asarray(fit._end.covariance.determined), "not determined"),
+        (fit._hidden.vanishing, "error unknown: its derivative is zero here"),
+        (fit._hidden.missing, "not fitted: its derivative is zero"),
+    ):
+        notes |= dict.fromkeys(np.array(fit.names)[np.asarray(flags)].tolist(), note)
     rows = []
     for name, value, error, side, multiplier in zip(*columns, strict=True):
-        if name in fixed:
-            known, note = "", "fixed"
-        elif side != 0:
+        known = ""
+        if side != 0:
             which = "upper" if side > 0 else "lower"
-            known, note = "", f"at its {which} bound, multiplier {multiplier:.3g}"
-        elif name in missing:
-            known, note = "", "not fitted: its derivative is zero"
-        elif name in vanishing:
-            known, note = "", "error unknown: its derivative is zero here"
-        elif name in undetermined:
-            known, note = "", "not determined"
+            note = f"at its {which} bound, multiplier {multiplier:.3g}"
+        elif name in notes:
+            note = notes[name]
         elif not np.isfinite(error):
-            known, note = "", "error unknown"
+            note = "error unknown"
         else:
-            part = f"{100 * error / abs(value):.2g} %" if value != 0 else ""
-            known, note = f"± {error:.3g}", f"({part})" if part else ""
+            known = f"± {error:.3g}"
+            note = f"({100 * error / abs(value):.2g} %)" if value != 0 else ""
         rows.append((name, rounded(value, error if known else np.nan), known, note))
     return rows
-
-
-def _named(fit: "CurveFit", which: np.ndarray | None) -> set[str]:
-    """Return the names of some of the free parameters."""
-    return set() if which is None else set(np.array(fit.names)[which].tolist())
 
 
 def _correlations(fit: "CurveFit") -> list[tuple[float, str, str]]:
