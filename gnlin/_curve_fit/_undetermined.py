@@ -183,15 +183,13 @@ def described(
         first = most[np.argmax(is_up == (2 * np.sum(is_up) >= most.size))]
         moves = direction / direction[first] * steps[first]
         sizes = np.where(sizes > _UNMOVING * np.max(sizes), sizes, 0)
-        parts = []
+        parts, largest = [], []
         for array, has_axes, places in arrays:
             of_array = _parts(places, array, names, moves, sizes)
             if has_axes and of_array:
-                largest = max(of_array, key=lambda part: part.number * part.size)
-                which = of_array.index(largest)
-                of_array[which] = largest._replace(is_forced=True)
+                largest.append(max(of_array, key=lambda part: part.weight))
             parts += of_array
-        found.append(_joined(parts))
+        found.append(_joined(parts, largest))
     return found
 
 
@@ -199,14 +197,16 @@ class _Part(NamedTuple):
     """Entries of one array that move alike, or one of them.
 
     - `place`: the first of them, in the order of all parameters.
-    - `is_forced`: whether it is the part of an array that moves most, and is named.
     """
 
     words: str
     number: int
     place: int
     size: float
-    is_forced: bool = False
+
+    @property
+    def weight(self) -> float:
+        return self.number * self.size
 
 
 def _arrays(tree: PyTree) -> list[tuple[str, bool, np.ndarray]]:
@@ -245,10 +245,11 @@ def _parts(
     return parts
 
 
-def _joined(parts: list[_Part]) -> str:
-    """Describe the parts that move most, and count the others."""
-    number = max(_MOST, sum(part.is_forced for part in parts) + 2)
-    order = lambda part: (not part.is_forced, -part.number * part.size, part.place)
+def _joined(parts: list[_Part], largest: list[_Part]) -> str:
+    """Describe the parts that move most, among them the `largest` one of each array, and
+    count the others."""
+    number = max(_MOST, len(largest) + 2)
+    order = lambda part: (part not in largest, -part.weight, part.place)
     parts = sorted(parts, key=order)
     words = [part.words for part in sorted(parts[:number], key=lambda part: part.place)]
     if others := sum(part.number for part in parts[number:]):
