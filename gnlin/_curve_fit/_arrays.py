@@ -55,6 +55,12 @@ def in_each_leaf(value: Any, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda _: value, tree) if is_leaf else value
 
 
+def unstacked(tree: PyTree[Array]) -> list[PyTree[Array]]:
+    """Return the entries along the leading axis of all arrays, each as a pytree."""
+    number = len(jax.tree.leaves(tree)[0])
+    return [jax.tree.map(lambda v, k=k: v[k], tree) for k in range(number)]
+
+
 def as_array(value: Any, name: str) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(

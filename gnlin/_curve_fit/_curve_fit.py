@@ -1,7 +1,6 @@
 """`curve_fit`, the function that users call to fit a curve."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +17,7 @@ from .._common._checks import (
     check_callable,
     check_count,
     check_flag,
+    check_one_of,
     is_traced,
 )
 from .._linearisation._bounds import check_start
@@ -28,11 +28,11 @@ from .._training._messages import result_name
 from .._training._solution import History
 from ..damping import Nielsen
 from ..losses import AbstractLoss, SquaredError
-from ._arrays import as_x, warn_of_rounding
+from ._arrays import as_x, unstacked, warn_of_rounding
 from ._curve import Curve, Data
 from ._hidden import hidden
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import check_alone, data_of, errors_of_x, surely, with_x
+from ._inputs import data_of, errors_of_x, surely, with_x
 from ._likelihood import (
     as_loss,
     check_rates,
@@ -175,10 +175,7 @@ def curve_fit(
     check_callable("f", f, "a function of the parameters and x", "lambda p, x: p * x")
     check_count("max_steps", max_steps)
     check_flag("absolute_sigma", absolute_sigma)
-    if nan_policy not in ("raise", "omit"):
-        raise ValueError(
-            f'`nan_policy` must be "raise" or "omit", but {nan_policy!r} was given.'
-        )
+    check_one_of("nan_policy", nan_policy, ("raise", "omit"))
     loss = as_loss(loss, sigma, sigma_x)
     absolute_sigma |= is_likelihood(loss)
     if solver.bounds is not None:
@@ -203,8 +200,10 @@ def curve_fit(
         return _as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x, sigma)
-    given = x
-    x, values, missing = with_x(x, as_y(curve, free, x, y), nan_policy)
+    values = as_y(curve, free, x, y)
+    each_start = unstacked(free) if values.has_starts else [free]
+    first = each_start[0]
+    x, values = with_x(curve, first, x, values, nan_policy)
     data, axes = data_of(x, values, sigma, sigma_x, nan_policy)
     if is_likelihood(loss):
         loss = in_one_row(loss, values.of_one())
@@ -213,14 +212,10 @@ def curve_fit(
     many, number = values.many, len(data.y)
     if many:
         check_shared(bounds, free, number, values.has_starts)
-    each_start = [free]
-    if values.has_starts:
-        each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(number)]
-    elif many:
+    if many and not values.has_starts:
         free = jax.tree.map(lambda s: jnp.broadcast_to(s, (number, *s.shape)), free)
     for one in each_start:
         check_start(bounds, one)
-    first = each_start[0]
     if solver.retraction is not None:
         Retraction.of(solver.retraction, first)  # raises an error if it does not fit
         check_still(solver.retraction, solver.admissible(first))
@@ -228,19 +223,15 @@ def curve_fit(
         free = _sobol(starts, first, free, bounds, many)
 
     program = curve.on(first, x)
-    if missing is not None:
-        check_alone(program, first, given, x, missing)
     check_rates(loss, program, first, x)
     solver = _for_fits(
         solver, loss, wait=many and (program.has_loops or bounds is not None)
     )
     setting = FitSettings(program, solver, loss, most, absolute_sigma, axes)
-    run = functools.partial(fitted, has_starts=starts is not None)
-    if not setting.is_robust or sigma is not None:
-        return _as_curve_fit(setting, curve, first, data, *run(setting, data, free))
-    data, end, found = in_rounds(run, setting, data, free, starts is not None)
-    # The scale differs between models, so their losses cannot be compared.
-    found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
+    if setting.is_robust and sigma is None:
+        data, end, found = in_rounds(setting, data, free, starts is not None)
+    else:
+        end, found = fitted(setting, data, free, starts is not None)
     return _as_curve_fit(setting, curve, first, data, end, found)
 
 

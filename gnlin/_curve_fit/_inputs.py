@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import is_traced
 from .._common._complex import check_real
@@ -18,17 +18,20 @@ from ._values import Values
 
 
 def with_x(
-    x: PyTree[Array], y: Values, nan_policy: str
-) -> tuple[PyTree, Values, Bool[np.ndarray, " n"] | None]:
+    curve: Curve, start: PyTree, x: PyTree[Array], y: Values, nan_policy: str
+) -> tuple[PyTree, Values]:
     """Mark points with a missing x as missing in y, and replace their x by that of
-    another point. Return also which points these are, or `None` if there are none."""
+    another point.
+
+    - `start`: the free parameters of one data set.
+    """
     if is_traced(x):
-        return x, y, None
+        return x, y
     leaves, structure = jax.tree.flatten(x)
     floats = [k for k, v in enumerate(leaves) if jnp.issubdtype(v.dtype, jnp.inexact)]
     wrong = {k: flags for k in floats if np.any(flags := np.isnan(leaves[k]))}
     if not wrong:
-        return x, y, None
+        return x, y
     if nan_policy == "raise":
         raise ValueError(
             '`x` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
@@ -54,28 +57,18 @@ def with_x(
         return wholly_missing(value.astype(kind).at[at].set(jnp.nan))
 
     y = y._replace(tree=jax.tree.map(emptied, y.tree))
-    return structure.unflatten(leaves), y, rows
-
-
-def check_alone(
-    curve: Curve,
-    free: PyTree,
-    given: PyTree[Array],
-    x: PyTree[Array],
-    missing: Bool[np.ndarray, " n"],
-) -> None:
-    """Raise unless the curve depends on the missing values of `given` at their points
-    only. `x` has other values in their place."""
-    if is_traced((free, curve.fixed)):
-        return
-    outputs = (jax.tree.leaves(curve.values(free, each)) for each in (x, given))
+    filled, curve = structure.unflatten(leaves), curve.on(start, x)
+    if is_traced((start, curve.fixed)):
+        return filled, y
+    outputs = (jax.tree.leaves(curve.values(start, each)) for each in (filled, x))
     for new, old in zip(*outputs, strict=True):
-        if not np.array_equal(new[~missing], old[~missing], equal_nan=True):
+        if not np.array_equal(new[~rows], old[~rows], equal_nan=True):
             raise ValueError(
                 "`x` has a missing value (NaN), which `f` also reads at other points, so "
                 "that its point cannot be left out: fill it in, and set `y` to NaN at "
                 "the points where `f` reads it."
             )
+    return filled, y
 
 
 def errors_of_x(x: PyTree[Array], sigma_x: Any, sigma: Any) -> tuple[PyTree, PyTree]:

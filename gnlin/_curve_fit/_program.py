@@ -15,6 +15,7 @@ from .._common._checks import is_traced
 from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
 from .._training._full_batch import rows_for
+from ._arrays import unstacked
 from ._curve import Data
 from ._likelihood import is_of_rates, point_at_edge
 from ._not_finite import NonFinite
@@ -48,9 +49,7 @@ def fitted(
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
     alone = not setting.many and not inside
     if alone and has_starts:
-        number = len(jax.tree.leaves(start)[0])
-        each = (jax.tree.map(lambda s, k=k: s[k], start) for k in range(number))
-        return _best_of(fitted(setting, data, one) for one in each)
+        return _best_of(fitted(setting, data, one) for one in unstacked(start))
     if alone and data.held is None:
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start)
         data = data._replace(held=(none, start))

@@ -1,7 +1,6 @@
 """Robust fits whose scale is estimated, by rounds of fits."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from ..losses import SquaredError
 from ._curve import Data
 from ._inputs import surely
 from ._problem import FitSettings
+from ._program import fitted
 from ._statistics import Fitted, spread
 
 
@@ -26,22 +26,17 @@ _ROUNDS = 5
 
 
 def in_rounds(
-    run: Callable[[FitSettings, Data, PyTree], tuple[Fitted, dict[str, Any]]],
-    setting: FitSettings,
-    data: Data,
-    start: PyTree[Array],
-    has_starts: bool,
+    setting: FitSettings, data: Data, start: PyTree[Array], has_starts: bool
 ) -> tuple[Data, Fitted, dict[str, Any]]:
     """Return the data with the scale, the end of the last round, and the fields of
     `CurveFit`, with the steps of all rounds.
 
-    - `run`: makes one fit.
     - `has_starts`: whether each round begins at all of several starts.
     """
     # The first fit leaves steps for the loss, because outliers may keep it from ending.
     half = np.asarray(setting.max_steps // 2)
     squared = setting._replace(loss=SquaredError(), max_steps=half)
-    end, found = run(squared, data, start)
+    end, found = fitted(squared, data, start, has_starts)
     none = jnp.zeros_like(_as_steps(found))
     for number in range(_ROUNDS):
         made, scale = _as_steps(found), _scale(data, found["residuals"])
@@ -51,7 +46,7 @@ def in_rounds(
         if may_not_move:
             scale = unless(is_over, scale, data.spread)
         data = data._replace(spread=scale, steps=made)
-        new_end, new = run(setting, data, start)
+        new_end, new = fitted(setting, data, start, has_starts)
         of_both = _of_both(found, new)
         if may_not_move:
             choose = functools.partial(unless, is_over)
@@ -59,6 +54,8 @@ def in_rounds(
         end, found = new_end, new | of_both
         if not has_starts:
             start = end.parameters
+    # The scale differs between models, so their losses cannot be compared.
+    found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
     # The profiles run the same program, without a limit on their sum.
     return data._replace(steps=none), end, found
 
