@@ -131,26 +131,25 @@ def minimise(
     solver = dataclasses.replace(solver, damping=damping, acceleration=False)
     here, last = expand(y)
     state = solver.start(y, jax.eval_shape(Expansion.outputs, here))
-    trial = _no_trial(solver, y, here, state)
+    none = _no_trial(solver, y, here, state)
     yes, no = jnp.array(True), jnp.array(False)
     rows: list[dict[str, np.ndarray]] = []
     try:
         while not state.is_over and len(rows) < max_steps:
-            now = _step(solver, y, here, state, yes, trial, here)
+            trial, _, ended = _step(solver, y, here, state, yes, none, here)
             # The verdict that the run is over needs no pass.
-            is_over, taken = state.settled and now.ended.terminate, (y, here, last)
-            while now.trial.tried.goes_on and not is_over:
-                at = now.trial.y
+            is_over, taken = state.settled and ended.terminate, (y, here, last)
+            while trial.tried.goes_on and not is_over:
+                at = trial.y
                 there, of_there = expand(at)
-                now = _step(solver, y, here, state, no, now.trial, there)
-                if now.takes:
+                trial, takes, ended = _step(solver, y, here, state, no, trial, there)
+                if takes:
                     taken = at, there, of_there
-            ended = now.ended
             if ended.counts.num_feature_updates > state.counts.num_feature_updates:
                 rows.append(jax.device_get(ended.row() | {"loss": here.loss}))
                 print_row(solver.verbose, rows[-1], jnp.array(len(rows)), jnp.array(True))
                 show(len(rows), float(here.loss))
-                if now.trial.tried.found:
+                if trial.tried.found:
                     y, here, last = taken
             state = ended
     except KeyboardInterrupt:
@@ -171,19 +170,6 @@ class _Trial(NamedTuple):
     tried: TrialOutcome
     proposal: Proposal
     y: PyTree[Array]
-
-
-class _Now(NamedTuple):
-    """The state after a trial, or before the first one.
-
-    - `takes`: whether the last step that was tried is the one to take so far.
-    - `ended`: the state of the run if nothing more is tried. Before the first trial it
-        holds the verdict on a run that needs no further step.
-    """
-
-    trial: _Trial
-    takes: Bool[Array, ""]
-    ended: State
 
 
 def _proposed(trials: Trials, tried: TrialOutcome) -> _Trial:
@@ -207,8 +193,10 @@ def _step(
     is_first: Bool[Array, ""],
     trial: _Trial,
     there: Expansion,
-) -> _Now:
-    """Judge a trial, with the expansion `there`, and propose the next step."""
+) -> tuple[_Trial, Bool[Array, ""], State]:
+    """Judge a trial, with the expansion `there`, and propose the next step. Return also
+    whether the judged step is the one to take so far, and the state of the run if nothing
+    more is tried; before the first trial it says whether the run needs no step."""
     lin, trials = _trials(solver, y, here, state)
     last, proposal, _ = trial
     judged, takes = trials.judged(last, proposal, there.outputs())
@@ -217,7 +205,7 @@ def _step(
     left = _tree.where(is_first, trial.proposal.step, tried.step)
     tried = eqx.tree_at(lambda t: t.step, tried, left)
     _, ended = solver.ended(HalfSquares(), lin, solver.after(trials, tried), state)
-    return _Now(trial, takes & ~is_first, ended)
+    return trial, takes & ~is_first, ended
 
 
 def _no_trial(
