@@ -14,9 +14,9 @@ from .._common._words import how_many
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
-from ._curve import Data, rounding
+from ._curve import Data
 from ._hidden import of_vanishing_derivative, of_zero_derivative
-from ._not_finite import what_is_not_finite
+from ._not_finite import of_extreme_squares, what_is_not_finite
 from ._own_values import of_own_values
 from ._points import place_of, total
 from ._problem import flat_box, Posed
@@ -52,33 +52,17 @@ def reason(fit: "CurveFit") -> str:
 
 def _failure(fit: "CurveFit") -> str:
     """Return why the fit of one data set has not converged, or an empty string."""
-    name, steps, loss = result_name(fit.result), int(fit.num_steps), float(fit._end.loss)
-    has_place = int(fit._end.nonfinite.point) >= 0
-    if _underflows(fit):
-        return _out_of_range(fit, "the residuals' squares underflow", "smaller", "y")
-    if extreme := _extreme_derivative(fit):
-        return extreme
-    if flat := of_zero_derivative(fit):
-        return flat
-    if name == "successful" and not has_place:
+    name, steps = result_name(fit.result), int(fit.num_steps)
+    if failure := of_extreme_squares(fit) or of_zero_derivative(fit):
+        return failure
+    if name == "successful" and not int(fit._end.nonfinite.point) >= 0:
         return ""
     if name == "nonlinear_max_steps_reached":
         if steps < fit._setting.max_steps:
             return f"interrupted after {how_many(steps, 'step')}"
         return f"{in_words(name, steps)}: raise `max_steps`, or start closer"
-    if has_place:
-        return what_is_not_finite(fit)
-    likelihood = fit._setting.likelihood
-    if name == "nonfinite" and likelihood is not None and not np.isfinite(loss):
-        rate = ""
-        if getattr(likelihood, "log_input", False):
-            rate = "pass `log_input=False` if `f` is a rate, "
-        return (
-            f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or set "
-            "bounds"
-        )
-    if name == "nonfinite" and not loss <= np.finfo(np.float64).max ** 0.5:
-        return "the residuals' squares overflow: start closer, or take larger units of y"
+    if cause := what_is_not_finite(fit):
+        return cause
     if name == "stagnation" and fit._setting.curve.has_loops:
         distance = float(fit._end.distance)
         where = ": the steps are small and the gradient is not"
@@ -89,43 +73,6 @@ def _failure(fit: "CurveFit") -> str:
             "differential equation: lower the tolerances at which they end"
         )
     return why_it_ended(fit.result).rstrip(".")
-
-
-def _underflows(fit: "CurveFit") -> bool:
-    """Whether the loss is zero only because the squares of the residuals underflow."""
-    if fit._setting.likelihood is not None or float(fit._end.loss) != 0:
-        return False
-    if fit._data is None or fit.residuals is None or not np.any(fit._data.y):
-        # The data were read in parts, or they are all zero and a curve that reaches them
-        # is a success, however small the rounding that is left.
-        return result_name(fit.result) == "stagnation"
-    return bool(np.max(np.abs(fit.residuals)) > rounding(fit._data))
-
-
-def _out_of_range(fit: "CurveFit", what: str, units: str, quantity: str) -> str:
-    """Say that the range of floating-point numbers is too small, and what helps."""
-    is_single = fit._end.loss.dtype == np.float32
-    precision = "single" if is_single else "double"
-    other = ", or use double precision" if is_single else ""
-    return f"{what} in {precision} precision: take {units} units of {quantity}{other}"
-
-
-def _extreme_derivative(fit: "CurveFit") -> str:
-    """Return a sentence if the squares of the derivative by a parameter underflow or
-    overflow; or "". Steps are computed from these squares, so such a parameter stays at
-    its start."""
-    known = fit._end.covariance
-    # NumPy has less overhead per operation.
-    arrays = {name: np.asarray(getattr(known, name)) for name in ("units", "determined")}
-    is_extreme = known._replace(**arrays).extreme
-    if not is_extreme.any() or not np.isfinite(fit._end.loss):
-        return ""
-    which = int(np.argmax(is_extreme))
-    is_small = known.units[which] < 1
-    does, units = ("underflow", "larger") if is_small else ("overflow", "smaller")
-    name = f"`{fit.names[which]}`"
-    what = f"the squares of the derivative of `f` by {name} {does}"
-    return _out_of_range(fit, what, units, name)
 
 
 def are_determined(fit: "CurveFit") -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where the curve, or its derivative, is not finite, and how a fit says so."""
+"""Numbers that are not finite, or whose squares are not, and how a fit says so."""
 
 from typing import NamedTuple, TYPE_CHECKING
 
@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._common._words import how_many, name_of
+from .._training._messages import result_name
+from ._curve import rounding
 from ._points import num_of, place_of
 
 
@@ -36,10 +38,50 @@ class NonFinite(NamedTuple):
         return NonFinite(point, jnp.sum(either), jnp.any(of_curve))
 
 
+def of_extreme_squares(fit: "CurveFit") -> str:
+    """Return a sentence if the squares of the residuals underflow, or those of the
+    derivative by a parameter underflow or overflow; or "". Steps are computed from these
+    squares, so such a parameter stays at its start."""
+    if _underflows(fit):
+        return _out_of_range(fit, "the residuals' squares underflow", "smaller", "y")
+    extreme = np.asarray(fit._end.extreme)
+    if not extreme.any() or not np.isfinite(fit._end.loss):
+        return ""
+    which = int(np.argmax(extreme))
+    is_small = fit._end.covariance.units[which] < 1
+    does, units = ("underflow", "larger") if is_small else ("overflow", "smaller")
+    name = f"`{fit.names[which]}`"
+    what = f"the squares of the derivative of `f` by {name} {does}"
+    return _out_of_range(fit, what, units, name)
+
+
+def _underflows(fit: "CurveFit") -> bool:
+    """Whether the loss is zero only because the squares of the residuals underflow."""
+    if fit._setting.likelihood is not None or float(fit._end.loss) != 0:
+        return False
+    if fit._data is None or fit.residuals is None or not np.any(fit._data.y):
+        # The data were read in parts, or they are all zero and a curve that reaches them
+        # is a success, however small the rounding that is left.
+        return result_name(fit.result) == "stagnation"
+    return bool(np.max(np.abs(fit.residuals)) > rounding(fit._data))
+
+
+def _out_of_range(fit: "CurveFit", what: str, units: str, quantity: str) -> str:
+    """Say that the range of floating-point numbers is too small, and what helps."""
+    is_single = fit._end.loss.dtype == np.float32
+    precision = "single" if is_single else "double"
+    other = ", or use double precision" if is_single else ""
+    return f"{what} in {precision} precision: take {units} units of {quantity}{other}"
+
+
 def what_is_not_finite(fit: "CurveFit") -> str:
-    """Return why a fit failed whose curve, or its derivative, is not finite."""
+    """Return why a fit failed if the curve, its derivative or the loss is not finite, or
+    an empty string."""
     where, data = fit._end.nonfinite, fit._data
     entry, number = int(where.point), int(where.number)
+    if entry < 0:
+        is_faulty = result_name(fit.result) == "nonfinite"
+        return _why_loss_is_not_finite(fit) if is_faulty else ""
     if data is None:
         points = how_many(f"{number:,}", "point")
         what = "`f`" if where.of_curve else "the derivative of `f`"
@@ -69,6 +111,22 @@ def what_is_not_finite(fit: "CurveFit") -> str:
         "although `f` is: leave this point out, or rewrite `f` so that no intermediate "
         "value is infinite there and no root or power of 0 is taken"
     )
+
+
+def _why_loss_is_not_finite(fit: "CurveFit") -> str:
+    """Return why the loss of a curve that is finite is not, or an empty string."""
+    loss, likelihood = float(fit._end.loss), fit._setting.likelihood
+    if likelihood is not None and not np.isfinite(loss):
+        rate = ""
+        if getattr(likelihood, "log_input", False):
+            rate = "pass `log_input=False` if `f` is a rate, "
+        return (
+            f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or set "
+            "bounds"
+        )
+    if not loss <= np.finfo(np.float64).max ** 0.5:
+        return "the residuals' squares overflow: start closer, or take larger units of y"
+    return ""
 
 
 def _place(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:

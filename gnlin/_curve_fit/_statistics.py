@@ -40,6 +40,8 @@ class Fitted(NamedTuple):
     - `distance`: the estimated distance to the minimum, in standard errors: the length of
         the next Gauss-Newton step, in the metric of the covariance.
     - `nonfinite`: where the curve or its derivative is not finite.
+    - `extreme`: whether the squares of the derivative by each parameter underflow or
+        overflow.
     - `edge`: a point whose rate has fallen to 0, or -1.
     - `is_open`: whether only the curve itself can tell if each parameter affects it.
     """
@@ -55,6 +57,7 @@ class Fitted(NamedTuple):
     noise: Scalar
     distance: Scalar
     nonfinite: NonFinite
+    extreme: Bool[Array, " k"]
     edge: int | Int[Array, ""] = -1
     is_open: bool | Bool[Array, ""] = False
 
@@ -139,9 +142,10 @@ def as_fitted(
         noise=jnp.where(dof > 0, noise, jnp.inf),
         distance=jnp.where(jnp.isfinite(variance), distance, jnp.inf),
         nonfinite=nonfinite,
+        extreme=known.extreme,
     )
-    is_extreme = known.extreme[:, None] | known.extreme[None]
-    matrix = jnp.where(is_extreme, jnp.nan, known.matrix(variance))
+    of_extreme = end.extreme[:, None] | end.extreme[None]
+    matrix = jnp.where(of_extreme, jnp.nan, known.matrix(variance))
     errors = jnp.where(held, jnp.nan, jnp.sqrt(jnp.diagonal(matrix)))
     outer = errors[:, None] * errors[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
