@@ -22,7 +22,7 @@ from ._not_finite import NonFinite
 from ._problem import FitSettings, Posed
 from ._run import Run, run
 from ._statistics import as_fitted, Fitted, Misfit
-from ._undetermined import seen
+from ._undetermined import doubts, seen
 
 
 # A fit is brief if its Jacobian has at most this many entries, and its function computes
@@ -202,9 +202,12 @@ def _statistics(
     jacobian *= unit[:, None]
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
     totals = here.totals
-    asked = outputs_at if is_tested else None
-    known = parameters, start, here.outputs, jacobian, totals
-    is_seen, is_open = seen(setting, asked, *known)
+    # Entries of a start do not tell how large a turn on a curved space is.
+    first = start if tangents is None else _tree.zeros_like(start)
+    doubted = doubts(parameters, first, jacobian, totals)
+    is_seen = ~doubted.is_rounding
+    if is_tested:
+        is_seen = seen(setting, outputs_at, parameters, here.outputs, doubted)
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
@@ -218,7 +221,7 @@ def _statistics(
     known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents
     loss = posed.loss.value(outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
-    fitted = fitted._replace(is_open=is_open)
+    fitted = fitted._replace(is_open=jnp.any(doubted.asked))
     if is_of_rates(setting.likelihood):
         spread = _tree.matmul(by_parameters, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))

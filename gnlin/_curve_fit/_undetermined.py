@@ -80,6 +80,8 @@ def doubts(
     totals: Totals,
 ) -> Doubts:
     """Return the doubts, which do not depend on the parameters' units."""
+    given = parameters, start, jacobian, totals
+    parameters, start, jacobian, totals = jax.lax.stop_gradient(given)
     y, first = (ravel_pytree(x)[0] for x in (parameters, start))
     norms, size = _tree.column_norms(jacobian), jnp.sqrt(totals.outputs + totals.targets)
     noise = jnp.sqrt(totals.chi_squared / jnp.maximum(totals.num_points - y.size, 1))
@@ -100,25 +102,16 @@ def doubts(
 
 def seen(
     setting: FitSettings,
-    outputs_at: Callable[[PyTree[Array]], Array] | None,
+    outputs_at: Callable[[PyTree[Array]], Array],
     parameters: PyTree[Array],
-    start: PyTree[Array],
     outputs: Float[Array, " m"],
-    jacobian: Float[Array, "m k"],
-    totals: Totals,
-) -> tuple[Bool[Array, " k"], Bool[Array, ""]]:
-    """Whether each parameter affects the curve, and whether the linearisation does not
-    tell for one of them. Only then is the curve evaluated; with `None` as `outputs_at`
-    it never is, and these parameters are taken to affect the curve."""
-    parameters, start, outputs, jacobian, totals, bounds = jax.lax.stop_gradient(
-        (parameters, start, outputs, jacobian, totals, setting.solver.bounds)
+    found: Doubts,
+) -> Bool[Array, " k"]:
+    """Whether each parameter affects the curve, which is evaluated only if a parameter is
+    asked for."""
+    parameters, outputs, bounds = jax.lax.stop_gradient(
+        (parameters, outputs, setting.solver.bounds)
     )
-    if setting.solver.retraction is not None:  # Entries do not tell how large a turn is.
-        start = _tree.zeros_like(start)
-    found = doubts(parameters, start, jacobian, totals)
-    is_open = jnp.any(found.asked)
-    if outputs_at is None:
-        return ~found.is_rounding, is_open
     y, box = ravel_pytree(parameters)[0], flat_box(bounds, parameters)
 
     def stays(step_and_promised):
@@ -132,8 +125,8 @@ def seen(
         return jnp.any(either.reshape(2, -1), axis=0)
 
     nowhere = jnp.zeros(y.size, bool)
-    stay = jax.lax.cond(is_open, of_all, lambda: nowhere)
-    return ~found.is_rounding & ~(found.asked & stay), is_open
+    stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
+    return ~found.is_rounding & ~(found.asked & stay)
 
 
 def apart(known: Covariance) -> np.ndarray:
