@@ -86,23 +86,17 @@ def hidden(
 
 
 class _Search(NamedTuple):
-    """What is known of one parameter: first at the move 0, then at the others, and then
-    at halvings.
+    """What is known of one parameter.
 
     - `low`, `high`: moves at which the curve is the same, and at which it differs.
-    - `at_end`, `beside`, `anywhere`: whether there is a derivative at the move 0, at a
-        small one, and at any.
-    - `falls`: whether the loss is lower at a small move.
+    - `flags`: what `look` returns at each move: first at 0, then at `_MOVES`, and then at
+        halvings.
     """
 
     index: Int[Array, ""]
     low: Scalar
     high: Scalar
-    differs: Bool[Array, ""]
-    at_end: Bool[Array, ""]
-    beside: Bool[Array, ""]
-    anywhere: Bool[Array, ""]
-    falls: Bool[Array, ""]
+    flags: Bool[Array, "moves 3"]
 
 
 @eqx.filter_jit
@@ -123,7 +117,7 @@ def _seen_along(
     least = eps * jnp.max(jnp.abs(here))
     least_fall = eps * jnp.abs(posed.loss.value(here, posed.target))
 
-    def look(step: Float[Array, " k"], move: Scalar) -> tuple[Bool[Array, ""], ...]:
+    def look(step: Float[Array, " k"], move: Scalar) -> Bool[Array, "3"]:
         """Whether the curve differs and has a derivative, and whether the loss falls."""
         point = jnp.clip(best + move * step, box.lower, box.upper)
         along = lambda t, _=None: posed.outputs(
@@ -132,39 +126,37 @@ def _seen_along(
         lin = linearise(along, jnp.zeros((), best.dtype))
         slope, change = lin.matrix(), jnp.abs(lin.outputs - here)
         fall = posed.loss.decrease(here, lin.outputs, posed.target)
-        return (
-            jnp.any(jnp.isfinite(change) & (change > least)),
-            jnp.any(jnp.isfinite(slope) & (slope != 0)),
-            fall > least_fall,
-        )
+        differs = jnp.any(jnp.isfinite(change) & (change > least))
+        has_slope = jnp.any(jnp.isfinite(slope) & (slope != 0))
+        return jnp.stack([differs, has_slope, fall > least_fall])
 
     def is_open(s: _Search) -> Bool[Array, ""]:
-        is_near = s.index <= _NUM_SMALL
-        last = jnp.where(s.differs, number + _HALVINGS, number)
-        return (s.index <= last) & ~s.at_end & (is_near | ~s.anywhere)
+        differs, has_slope, _ = jnp.any(s.flags, axis=0)
+        last = jnp.where(differs, number + _HALVINGS, number)
+        goes_on = (s.index <= _NUM_SMALL) | ~has_slope
+        return (s.index <= last) & ~s.flags[0, 1] & goes_on
 
     def after(s: _Search, step: Float[Array, " k"]) -> _Search:
-        is_near = s.index <= _NUM_SMALL
-        halves = s.differs & ~is_near
+        has_differed = jnp.any(s.flags[:, 0])
+        halves = has_differed & (s.index > _NUM_SMALL)
         move = jnp.where(halves, (s.low + s.high) / 2, moves[s.index])
-        differs, has_slope, is_lower = look(step, move)
+        found = look(step, move)
         return _Search(
             index=s.index + 1,
-            low=jnp.where(halves & ~differs, move, s.low),
-            high=jnp.where(differs & (halves | ~s.differs), move, s.high),
-            differs=s.differs | differs,
-            at_end=s.at_end | (has_slope & (s.index == 0)),
-            beside=s.beside | (has_slope & is_near),
-            anywhere=s.anywhere | has_slope,
-            falls=s.falls | (is_lower & is_near),
+            low=jnp.where(halves & ~found[0], move, s.low),
+            high=jnp.where(found[0] & (halves | ~has_differed), move, s.high),
+            flags=s.flags.at[s.index].set(found),
         )
 
     def of_one(step: Float[Array, " k"]) -> tuple[Bool[Array, ""], ...]:
-        zero, no = jnp.zeros((), best.dtype), jnp.array(False)
-        first = _Search(jnp.array(0), zero, zero, no, no, no, no, no)
+        zero = jnp.zeros((), best.dtype)
+        flags = jnp.zeros((moves.size + _HALVINGS, 3), bool)
+        first = _Search(jnp.array(0), zero, zero, flags)
         s = jax.lax.while_loop(is_open, lambda s: after(s, step), first)
-        vanishing = s.beside & ~s.at_end
-        return s.differs & ~s.anywhere, vanishing, vanishing & s.falls
+        differs, has_slope, _ = jnp.any(s.flags, axis=0)
+        _, is_beside, falls = jnp.any(s.flags[: _NUM_SMALL + 1], axis=0)
+        vanishing = is_beside & ~s.flags[0, 1]
+        return differs & ~has_slope, vanishing, vanishing & falls
 
     return jax.lax.map(of_one, steps)
 
