@@ -205,9 +205,10 @@ def _statistics(
     # Entries of a start do not tell how large a turn on a curved space is.
     first = start if tangents is None else _tree.zeros_like(start)
     doubted = doubts(parameters, first, jacobian, totals)
-    is_seen = ~doubted.is_rounding
+    is_seen, is_open = ~doubted.is_rounding, jnp.any(doubted.asked)
     if is_tested:
         is_seen = seen(setting, outputs_at, parameters, here.outputs, doubted)
+        is_open = False
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
@@ -221,7 +222,7 @@ def _statistics(
     known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents
     loss = posed.loss.value(outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
-    fitted = fitted._replace(is_open=jnp.any(doubted.asked))
+    fitted = fitted._replace(is_open=is_open)
     if is_of_rates(setting.likelihood):
         spread = _tree.matmul(by_parameters, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))
