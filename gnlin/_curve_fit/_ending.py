@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common import _tree
+from .._common._quickly import quickly
 from .._common._words import how_many
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
@@ -19,7 +20,7 @@ from ._hidden import of_vanishing_derivative, of_zero_derivative
 from ._not_finite import of_extreme_squares, what_is_not_finite
 from ._own_values import of_own_values
 from ._points import place_of, total
-from ._problem import flat_box, Posed
+from ._problem import FitSettings, flat_box, Posed
 from ._residuals import ignored, num_points, outlying, points
 from ._statistics import NEAR
 
@@ -256,16 +257,43 @@ def escaping(fit: "CurveFit") -> np.ndarray:
     found = np.zeros(end.covariance.determined.shape, int)
     if setting.likelihood is None or data is None:
         return found
-    each = jax.vmap if setting.many else lambda f, in_axes: f
-    best = each(lambda p: _tree.ravel_pytree(p)[0], in_axes=0)(end.parameters)
-    known = _tree.matmul(end.covariance.factor, end.covariance.factor.mT)
-    errors = np.sqrt(np.asarray(jnp.diagonal(known, axis1=-2, axis2=-1)))
+    # Each operation of JAX would be compiled on its own.
+    rows = (*found.shape[:-1], -1)
+    leaves = [np.reshape(leaf, rows) for leaf in jax.tree.leaves(end.parameters)]
+    best, factor = np.concatenate(leaves, axis=-1), np.asarray(end.covariance.factor)
+    known = factor @ factor.swapaxes(-1, -2)
+    errors = np.sqrt(np.diagonal(known, axis1=-2, axis2=-1))
     asked = np.isfinite(errors) & (errors > _ASKED * np.abs(best))
     if not asked.any():
         return found
-    unravel = _tree.Structure.of(fit._start).unravel
+    units = np.where(asked, errors, 1)
+    for k in np.flatnonzero(asked.reshape(-1, asked.shape[-1]).any(axis=0)):
+        alone = np.zeros_like(best)
+        alone[..., k] = units[..., k]
+        for step in (alone, known[..., k] / units[..., k, None]):
+            for sign in (-1, 1):
+                flat = _are_flat(setting, fit._start, data, best, sign * step)
+                flat = np.asarray(flat) & asked[..., k]
+                found[..., k] = np.where(flat, sign, found[..., k])
+    return found
 
-    def tells_nothing(data: Data, start: Array, step: Array) -> Bool[Array, ""]:
+
+@quickly
+def _are_flat(
+    setting: FitSettings,
+    like: PyTree[Array],
+    data: Data,
+    best: Float[Array, "*n k"],
+    step: Float[Array, "*n k"],
+) -> Bool[Array, "*n"]:
+    """Whether the likelihood of each data set hardly changes by a step that changes the
+    curve.
+
+    - `like`: parameters in their structure.
+    """
+    unravel = _tree.Structure.of(like).unravel
+
+    def is_flat(data: Data, start: Array, step: Array) -> Bool[Array, ""]:
         posed = Posed.of(setting, data)
         outputs = lambda flat: posed.outputs(posed.variables(unravel(flat)))
         here, there = outputs(start), outputs(start + step)
@@ -275,12 +303,5 @@ def escaping(fit: "CurveFit") -> np.ndarray:
         box = flat_box(setting.solver.bounds, unravel(start))
         return (jnp.abs(fall) <= _FLAT) & is_far & ~box.is_left(start, step)
 
-    tested = each(tells_nothing, in_axes=(setting.axes, 0, 0))
-    units = jnp.asarray(np.where(asked, errors, 1))
-    for k in np.flatnonzero(asked.reshape(-1, asked.shape[-1]).any(axis=0)):
-        alone = jnp.zeros_like(best).at[..., k].set(units[..., k])
-        for step in (alone, known[..., k] / units[..., k, None]):
-            for sign in (-1, 1):
-                flat = np.asarray(tested(data, best, sign * step)) & asked[..., k]
-                found[..., k] = np.where(flat, sign, found[..., k])
-    return found
+    each = jax.vmap(is_flat, in_axes=(setting.axes, 0, 0)) if setting.many else is_flat
+    return each(data, best, step)

@@ -147,8 +147,9 @@ def as_fitted(
     )
     of_extreme = end.extreme[:, None] | end.extreme[None]
     matrix = jnp.where(of_extreme, jnp.nan, known.matrix(variance))
-    errors = jnp.where(held, jnp.nan, jnp.sqrt(jnp.diagonal(matrix)))
-    outer = errors[:, None] * errors[None, :]
+    # The variance of a parameter at its bound is zero, where roots have no derivative.
+    roots = jnp.sqrt(jnp.where(held, 1, jnp.diagonal(matrix)))
+    errors, outer = jnp.where(held, jnp.nan, roots), roots[:, None] * roots[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
     zeros = _tree.zeros_like(setting.curve.fixed)
