@@ -2243,3 +2243,20 @@ def test_a_report_has_the_ten_largest_correlations():
     text = str(fit)
     assert text.count(", c[") == 10
     assert "and 5 smaller ones" in text
+
+
+def test_derivatives_of_errors_beside_a_parameter_at_its_bound():
+    x = np.linspace(0, 4, 20)
+    y = 2.5 * np.exp(-1.3 * x) + 0.5 + 0.05 * np.cos(9 * x)
+    curve = lambda p, x: p["a"] * jnp.exp(-p["rate"] * x) + p["c"]
+    start, bounds = {"a": 1.0, "rate": 0.5, "c": 0.1}, ({}, {"c": 0.4})
+
+    def errors(y):
+        fit = gnlin.curve_fit(curve, x, y, start, bounds=bounds)
+        return jnp.stack([fit.standard_errors[name] for name in ("a", "rate")])
+
+    forward, backward = jax.jacfwd(errors)(y), jax.jacrev(errors)(y)
+    step = 1e-4 * np.sin(np.arange(20.0))
+    change = (errors(y + step) - errors(y - step)) / 2
+    np.testing.assert_allclose(forward, backward, rtol=1e-8, atol=1e-12)
+    np.testing.assert_allclose(forward @ step, change, rtol=1e-5)

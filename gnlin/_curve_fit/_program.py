@@ -82,7 +82,7 @@ def _best_of(
 ) -> tuple[Fitted, dict[str, Any]]:
     losses, best = [], None
     for end, found in ends:
-        loss = float(jnp.where(jnp.isnan(end.loss), jnp.inf, end.loss))
+        loss = np.nan_to_num(float(end.loss), nan=np.inf, posinf=np.inf, neginf=-np.inf)
         if best is None or loss < min(losses):
             best = end, found
         losses.append(loss)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from .._common._canonical import Program
+from .._common._quickly import quickly
 from ..losses import AbstractElementwiseLoss
 from ..losses._robust import AbstractRobust
 from ._curve import Data
@@ -85,9 +86,13 @@ def _where_robust(fit: "CurveFit", holds: Callable) -> Bool[np.ndarray, "*sets m
         return np.zeros((*np.shape(fit._end.loss), 1), bool)
     residuals = np.asarray(fit.residuals)
     unit = np.asarray(1.0 if data.spread is None else data.spread)[..., None]
-    scaled = jnp.asarray(residuals / unit)
-    pulls = unit * np.asarray(loss.derivative(scaled, jnp.zeros(())))
+    pulls = unit * np.asarray(_derivative(loss, residuals / unit))
     return holds(np.abs(residuals), np.abs(pulls))
+
+
+@quickly
+def _derivative(loss: AbstractRobust, residuals: Array) -> Array:
+    return loss.derivative(residuals, jnp.zeros(()))
 
 
 def signs_along_x(fit: "CurveFit", data: Data) -> np.ndarray:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from .._common._checks import is_traced
 from .._common._history import COUNTS
+from .._common._quickly import quickly
 from ..losses import SquaredError
 from ._curve import Data
 from ._inputs import surely
@@ -39,7 +40,7 @@ def in_rounds(
     end, found = fitted(squared, data, start, has_starts)
     none = jnp.zeros_like(_as_steps(found))
     for number in range(_ROUNDS):
-        made, scale = _as_steps(found), _scale(data, found["residuals"])
+        made, scale = _as_steps(found), _scale(data.y, data.counted, found["residuals"])
         is_over = made >= int(setting.max_steps)
         # Without steps, a round would end at one of the starts.
         may_not_move = has_starts and number > 0 and not surely(~jnp.any(is_over))
@@ -91,9 +92,10 @@ def _of_both(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {"num_steps": num_steps, "history": joined}
 
 
-def _scale(data: Data, residuals: Array) -> Array:
+@quickly
+def _scale(y: Array, counted: Array, residuals: Array) -> Array:
     """Estimate the standard deviation of each data set's residuals, in units of sigma."""
     # The estimate is zero if the curve meets most points exactly.
-    least = jnp.finfo(data.y.dtype).eps * jnp.max(jnp.abs(data.y), axis=-1)
+    least = jnp.finfo(y.dtype).eps * jnp.max(jnp.abs(y), axis=-1)
     least = jnp.where(least > 0, least, 1)
-    return jnp.maximum(spread(residuals, data.counted), least)
+    return jnp.maximum(spread(residuals, counted), least)
