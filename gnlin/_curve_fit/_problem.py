@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._common._tree import ravel_pytree
+from .._linear_algebra._covariance import rounded
 from .._linearisation._bounds import Box
 from .._linearisation._retraction import Retraction
 from .._solver import AbstractGaussNewton
@@ -52,6 +53,13 @@ class FitSettings(NamedTuple):
             return unravel((flat + step).astype(flat.dtype))
         retraction = Retraction.of(self.solver.retraction, parameters)
         return retraction.moved(parameters, unravel(step))
+
+    def nearby(self, parameters: PyTree[Array], start: PyTree[Array]) -> PyTree[Array]:
+        """Return the free parameters, moved by a few roundings within the bounds."""
+        y, first = (ravel_pytree(x)[0] for x in (parameters, start))
+        box, step = flat_box(self.solver.bounds, parameters), rounded(y, first)
+        step = jnp.where((step < box.lower - y) | (step > box.upper - y), -step, step)
+        return self.moved(parameters, jnp.clip(step, box.lower - y, box.upper - y))
 
     def tangents(self, parameters: PyTree[Array]) -> Float[Array, "k k"] | None:
         """Return the derivative of `moved` by the step, or `None` if steps are added."""

@@ -8,11 +8,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common import _tree
 from .._common._checks import is_traced
 from .._common._quickly import quickly
+from .._common._tree import matmul
 from .._linearisation._linearisation import linearise
 from .._training._full_batch import rows_for
 from ._arrays import unstacked
@@ -139,7 +140,8 @@ class _First(NamedTuple):
         setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
     ) -> "_First":
         end = run(setting, data, start, num_rows=num_rows, keeps=True)
-        fitted, found = _statistics(setting, data, start, end, is_tested=False)
+        untested = dict(is_tested=False, is_doubtful=False)
+        fitted, found = _statistics(setting, data, start, end, **untested)
         assert end.kept is not None
         return _First(end, fitted, found, ~end.kept.is_at(end.variables))
 
@@ -162,10 +164,11 @@ def _in_two(
     """
     first = _first(setting, data, start, num_rows)
     end, is_elsewhere = first.end, bool(first.is_elsewhere)
-    if not is_elsewhere and (is_refit or not first.fitted.is_open):
+    is_doubtful = is_elsewhere or bool(first.fitted.is_doubtful)
+    if not is_elsewhere and (is_refit or not (is_doubtful or first.fitted.is_open)):
         return first.fitted, first.found
     end = end._replace(kept=None if is_elsewhere else end.kept)
-    return _second(setting, data, start, end)
+    return _second(setting, data, start, end, is_doubtful=is_doubtful)
 
 
 def _statistics(
@@ -174,44 +177,62 @@ def _statistics(
     start: PyTree[Array],
     end: Run,
     is_tested: bool = True,
+    is_doubtful: bool = True,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a fit, and the fields of `CurveFit`.
 
     - `is_tested`: whether the curve is evaluated where the linearisation does not tell
         whether each parameter affects it.
+    - `is_doubtful`: whether a second Jacobian is evaluated, which shows the rounding of
+        the first.
     """
     posed, variables = Posed.of(setting, data), end.variables
     parameters = variables["curve"]
-    if end.kept is None:
-        lin = linearise(posed.outputs, variables)
-        outputs, matrix = lin.outputs, lin.matrix()
-    else:
-        outputs, matrix = end.kept.outputs[0], end.kept.matrix
-    here = Misfit.of(posed, outputs, has_noise=setting.is_robust)
-    pull = _tree.Structure.of(variables).unravel(_tree.matmul(matrix.T, here.pull))
-    slope = pull["curve"]
-    jacobian, of_x = jnp.split(matrix, [_tree.size(parameters)], axis=1)
-    nonfinite = NonFinite.of(outputs, jacobian)
-    unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
-    by_parameters, tangents = unit[:, None] * jacobian, setting.tangents(parameters)
-    if tangents is not None:
-        jacobian = _tree.matmul(jacobian, tangents)
-    concave = None
-    if here.concave is not None:
-        concave = _tree.matmul(jacobian.T, here.concave[:, None] * jacobian)
-    jacobian *= unit[:, None]
-    outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
-    totals = here.totals
+
+    def linearised(y: PyTree[Array]) -> tuple[Array, Array]:
+        lin = linearise(posed.outputs, variables | {"curve": y})
+        return lin.outputs, lin.matrix()
+
+    tangents = setting.tangents(parameters)
     # Entries of a start do not tell how large a turn on a curved space is.
     first = start if tangents is None else _tree.zeros_like(start)
-    doubted = doubts(parameters, first, jacobian, totals)
-    is_seen, is_open = ~doubted.is_rounding, jnp.any(doubted.asked)
+    near, other = jax.lax.stop_gradient(setting.nearby(parameters, first)), None
+    if end.kept is None:
+        # One after the other, so that the program has one copy of the function.
+        points = jax.tree.map(lambda *each: jnp.stack(each), parameters, near)
+        (outputs, _), (matrix, other) = jax.lax.map(linearised, points)
+    else:
+        outputs, matrix = end.kept.outputs[0], end.kept.matrix
+        if is_doubtful:
+            _, other = linearised(near)
+    here = Misfit.of(posed, outputs, has_noise=setting.is_robust)
+    pull = _tree.Structure.of(variables).unravel(matmul(matrix.T, here.pull))
+    slope = pull["curve"]
+    num_free = _tree.size(parameters)
+    nonfinite = NonFinite.of(outputs, matrix[:, :num_free])
+    unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
+    by_parameters = unit[:, None] * matrix[:, :num_free]
+
+    def by_steps(matrix: Float[Array, "m n"]) -> Float[Array, "m k"]:
+        by_parameters = matrix[:, :num_free]
+        return by_parameters if tangents is None else matmul(by_parameters, tangents)
+
+    def of_residuals(matrix: Float[Array, "m n"]) -> Float[Array, "m k"]:
+        jacobian = unit[:, None] * by_steps(matrix)
+        if data.sigma_x is not None:  # Project out what a shift of x can compensate.
+            q, _ = jnp.linalg.qr(matrix[:, num_free:])
+            jacobian -= matmul(q, matmul(q.T, jacobian))
+        return jacobian
+
+    concave, jacobian = None, by_steps(matrix)
+    if here.concave is not None:
+        concave = matmul(jacobian.T, here.concave[:, None] * jacobian)
+    outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
+    totals = here.totals
+    doubted = doubts(parameters, first, unit[:, None] * jacobian, totals)
+    is_seen = ~doubted.is_rounding
     if is_tested:
         is_seen = seen(setting, outputs_at, parameters, here.outputs, doubted)
-        is_open = False
-    if data.sigma_x is not None:  # Project out what a shift of x can compensate.
-        q, _ = jnp.linalg.qr(of_x)
-        jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
     residuals = here.residuals
     if data.spread is not None:  # convert a robust loss back to units of sigma
         residuals *= data.spread
@@ -219,12 +240,15 @@ def _statistics(
             chi_squared=data.spread**2 * totals.chi_squared,
             noise=data.spread * totals.noise,
         )
-    known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents
+    nearby = None if other is None else of_residuals(jax.lax.stop_gradient(other))
+    jacobian = of_residuals(matrix)
+    known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents, nearby
     loss = posed.loss.value(outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
-    fitted = fitted._replace(is_open=is_open)
+    is_doubtful = fitted.covariance.is_doubtful
+    fitted = fitted._replace(is_open=jnp.any(doubted.asked), is_doubtful=is_doubtful)
     if is_of_rates(setting.likelihood):
-        spread = _tree.matmul(by_parameters, fitted.covariance.factor)
+        spread = matmul(by_parameters, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))
     found |= {
         "residuals": residuals[: data.y.size],

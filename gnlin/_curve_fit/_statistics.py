@@ -43,8 +43,9 @@ class Fitted(NamedTuple):
     - `extreme`: whether the squares of the derivative by each parameter underflow or
         overflow.
     - `edge`: a point whose rate has fallen to 0, or -1.
-    - `is_open`: whether the curve must still be evaluated to know if each parameter
-        affects it.
+    - `is_open`: whether only the curve itself can tell if each parameter affects it.
+    - `is_doubtful`: whether only another Jacobian can tell if all singular values of this
+        one are known.
     """
 
     parameters: PyTree[Array]
@@ -61,6 +62,7 @@ class Fitted(NamedTuple):
     extreme: Bool[Array, " k"]
     edge: int | Int[Array, ""] = -1
     is_open: bool | Bool[Array, ""] = False
+    is_doubtful: bool | Bool[Array, ""] = False
 
     def judged(self, result: optx.RESULTS) -> optx.RESULTS:
         """Return how the run ended, given the result of the solver."""
@@ -86,6 +88,7 @@ def as_fitted(
     nonfinite: NonFinite,
     concave: Float[Array, "k k"] | None = None,
     tangents: Float[Array, "k k"] | None = None,
+    nearby: Float[Array, "n k"] | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a run, and the statistics by their names in `CurveFit`.
 
@@ -97,6 +100,7 @@ def as_fitted(
         with its sign changed.
     - `tangents`: the derivative of the parameters by the steps of a retraction. All
         Jacobians are then with respect to these steps.
+    - `nearby`: the Jacobian of the residuals at parameters that differ by rounding.
     """
     y, pull = ravel_pytree(parameters)[0], ravel_pytree(slope)[0]
     unravel = _tree.Structure.of(parameters).unravel
@@ -110,7 +114,7 @@ def as_fitted(
     jacobian = jnp.where(jnp.isfinite(totals.chi_squared), jacobian, jnp.nan)
     number, chi_squared = totals.num_points, totals.chi_squared
     free = ~held if tangents is None else jnp.any(tangents != 0, axis=0)
-    known = covariance(jacobian, free, is_seen, number)
+    known = covariance(jacobian, free, is_seen, number, nearby)
     if concave is not None:
         known = known.less(concave)
     if tangents is not None:

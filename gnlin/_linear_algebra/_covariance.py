@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int, Scalar
 
@@ -16,6 +17,17 @@ from . import _lapack, _small_svd
 # A parameter, or a function of them, is undetermined if more than this part of it lies in
 # directions that do not change the residuals. Rounding is less, about the root of eps.
 _PART = 1e-6
+# Roundings by which a parameter is changed to see the rounding of the Jacobian.
+_FEWEST, _MOST = 2, 8
+# A singular value is rounding below this multiple of its change by that. The change over
+# the value was 0.14 or more where only the product of two parameters enters (a linear
+# system, eigenvalues, a loop), and 0.01 or less for singular values above the rounding of
+# a decomposition (sums of two exponentials or Gaussians with near parameters,
+# polynomials of degree 4 to 14).
+_CHANGES = 10
+# The Jacobian has to be evaluated a second time if a singular value is less than the root
+# of the root of eps.
+_DOUBTFUL = 0.25
 
 
 class Covariance(NamedTuple):
@@ -44,6 +56,13 @@ class Covariance(NamedTuple):
         diagonal and NaN elsewhere."""
         known = variance * matmul(self.factor, self.factor.T)
         return where_determined(self.determined, known)
+
+    @property
+    def is_doubtful(self) -> Bool[Array, ""]:
+        """Whether a singular value is so small that it may be the Jacobian's rounding."""
+        units = jnp.where(jnp.isinf(self.units), 0, self.units)
+        errors = jnp.linalg.norm(self.factor * units[:, None], axis=0)
+        return jnp.any(errors > _tree.eps(self.units) ** -_DOUBTFUL)
 
     @property
     def extreme(self) -> Bool[Array, " k"]:
@@ -110,11 +129,26 @@ def where_determined(
     return jnp.where(both & ~jnp.isinf(matrix), matrix, unknown.astype(matrix.dtype))
 
 
+def rounded(
+    y: Float[Array, " k"], start: Float[Array, " k"] | None = None
+) -> Float[Array, " k"]:
+    """Return a step by a few roundings of each parameter, up or down. For a parameter of
+    zero it is of the size of its start."""
+    eps, size = _tree.eps(y), jnp.abs(y)
+    if start is not None:
+        size = jnp.where(y == 0, jnp.abs(start), size)
+    generator = np.random.default_rng(0)
+    roundings = generator.integers(_FEWEST, _MOST + 1, y.size)
+    signs = generator.choice([-1, 1], y.size)
+    return (eps * (roundings * signs)).astype(y.dtype) * size
+
+
 def covariance(
     jacobian: Float[Array, "m k"],
     free: Bool[Array, " k"],
     seen: Bool[Array, " k"],
     num_points: Scalar,
+    nearby: Float[Array, "m k"] | None = None,
 ) -> Covariance:
     r"""Compute $(J^\top J)^{-1}$ of the free parameters from the singular values
     $J = U S V^\top$, without forming $J^\top J$.
@@ -124,6 +158,11 @@ def covariance(
     rounding: `seen` is false for such columns, and their parameters are undetermined. The
     result is NaN if an entry of the Jacobian is not finite. All of `num_points` have
     added to the rounding of the Jacobian, also if it is a triangular factor.
+
+    - `nearby`: the Jacobian at parameters that differ by `rounded`. A singular value is
+        known only if it does not change by its own size when the parameters change by
+        their rounding. A function that solves a linear system, for example, amplifies
+        rounding by the condition number of that system.
     """
     m, k = jacobian.shape
     length = jnp.maximum(num_points, max(m, k))
@@ -137,15 +176,23 @@ def covariance(
     # would count as undetermined, and be mixed with those that are.
     rows = jnp.diag(jnp.where(free, 0, 1).astype(jacobian.dtype))
     held = jnp.concatenate([jacobian / units[None], rows])
-    factor, s, vt = _inverse_factor(held, least)
+    change, noise = None, 0.0
+    if nearby is not None:
+        nearby = jax.lax.stop_gradient(jnp.where((free & seen)[None], nearby, 0))
+        change = (nearby - jax.lax.stop_gradient(jacobian)) / units[None]
+        change = jnp.where(_tree.all_finite(change), change, 0)
+        change = jnp.concatenate([change, jnp.zeros_like(rows)])
+        noise = _CHANGES * jnp.max(_tree.column_norms(change), initial=0)
+    factor, s, vt = _inverse_factor(held, change, least)
     known = s > 0
     factor = jnp.where((norms > 0)[:, None], factor / units[:, None], 0)
     parts = jnp.where(known[:, None], 0, vt)
-    undetermined = free & finite & (jnp.linalg.norm(parts, axis=0) > _PART)
+    part = jnp.maximum(_PART, jnp.where(jnp.all(known), 0, noise))
+    undetermined = free & finite & (jnp.linalg.norm(parts, axis=0) > part)
     directions = jnp.where(free[None] & finite, parts / units[None], 0)
     rank = jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0)
     factor = jnp.where(finite, factor, jnp.nan)
-    rounding = jnp.maximum(_PART, jnp.sqrt(m) * least).astype(jacobian.dtype)
+    rounding = jnp.maximum(part, jnp.sqrt(m) * least).astype(jacobian.dtype)
     return Covariance(
         factor,
         rank,
@@ -159,13 +206,17 @@ def covariance(
 
 @jax.custom_jvp
 def _inverse_factor(
-    matrix: Float[Array, "m k"], least: Scalar
+    matrix: Float[Array, "m k"], change: Float[Array, "m k"] | None, least: Scalar
 ) -> tuple[Float[Array, "k k"], Float[Array, " k"], Float[Array, "k k"]]:
     r"""Return $V S^{-1}$ on the numerical range, the singular values (0 off the range),
-    and $V^\top$. Singular values below `least` times the largest are off it."""
+    and $V^\top$. Singular values below `least` times the largest are off it, and those
+    that the change of the matrix changes by much."""
     _, s, vt = _small_svd.svd(matrix)
     s = jnp.where(s > least * s[0], s, 0)
     factor = _tree.quotient(vt.T, s[None])
+    if change is not None:
+        s = jnp.where(s > _CHANGES * _changes(matrix, factor, vt, change), s, 0)
+        factor = jnp.where(s > 0, factor, 0)
     return factor, s, vt
 
 
@@ -176,8 +227,22 @@ def _(primals, tangents):
     If singular values are equal, $F$ has no derivative, but $F F^\top = (A^\top A)^{-1}$
     has: $-F M F^\top$, with $M = F^\top(\dot A^\top A + A^\top\dot A)F$. Hence
     $\dot F = -F M/2$."""
-    (matrix, least), (change, _) = primals, tangents
-    factor, s, vt = _inverse_factor(matrix, least)
+    (matrix, *_), (change, *_) = primals, tangents
+    factor, s, vt = _inverse_factor(*primals)
     half = matmul(matmul(matrix, factor).T, matmul(change, factor))
     change = -0.5 * matmul(factor, half + half.T)
     return (factor, s, vt), (change, jnp.zeros_like(s), jnp.zeros_like(vt))
+
+
+def _changes(
+    matrix: Float[Array, "m k"],
+    factor: Float[Array, "k k"],
+    vt: Float[Array, "k k"],
+    change: Float[Array, "m k"],
+) -> Float[Array, " k"]:
+    r"""Return by how much the singular values of $U S V^\top$ may change with it: the
+    lengths of $N v_i$ for the change $N$. The part of $N v_i$ along $u_j$ with a larger
+    singular value turns $v_i$, and does not change $s_i$."""
+    moved, u = matmul(change, vt.T), matmul(matrix, factor)
+    larger = jnp.triu(matmul(u.T, moved), 1)
+    return _tree.column_norms(moved - matmul(u, larger))
