@@ -19,7 +19,7 @@ from .._common._checks import (
 )
 from .._common._tree import ravel_pytree, Structure
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._linear_algebra._covariance import Covariance
+from .._linear_algebra._covariance import Covariance, rounded
 from .._linearisation._group_loss import GroupLosses
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
@@ -161,8 +161,11 @@ def covariance(
     losses = reweighted(losses, 0.0, every=True)  # second derivatives only
     setting = StepSettings(None, losses, network, prior=prior)
     known = _at(setting, parameters, batch, *fixed)
+    is_inside, inverse = is_traced(known._distance), known._inverse
+    if isinstance(inverse, Covariance) and (is_inside or inverse.is_doubtful):
+        known = _at(setting, parameters, batch, *fixed, is_doubtful=True)
     distance = known._distance
-    if is_traced(distance):
+    if is_inside:
         return known
     if not jnp.isfinite(distance):
         raise ValueError(
@@ -194,13 +197,21 @@ def _at(
     retraction: Retraction | None,
     absolute_sigma: bool,
     memory_budget: int,
+    is_doubtful: bool = False,
 ) -> "ParameterCovariance":
-    """Return the covariance at a model's parameters."""
-    lin, objective = setting.linearised(parameters, batch, memory_budget)
+    """Return the covariance at a model's parameters.
+
+    - `is_doubtful`: whether a second Jacobian is evaluated, which shows the rounding of
+        the first. It is needed only if a singular value is small.
+    """
+
+    def at(parameters: PyTree[Array]) -> tuple[Linearisation, AbstractObjective]:
+        lin, objective = setting.linearised(parameters, batch, memory_budget)
+        return lin if retraction is None else lin.along(retraction), objective
+
+    lin, objective = at(parameters)
     if not absolute_sigma and not objective.is_quadratic:
         raise ValueError("`absolute_sigma=False` is for squared error only.")
-    if retraction is not None:
-        lin = lin.along(retraction)
     problem, moving = objective.expand(lin), _moving(lin)
     slope = problem.gradient()
     p, cost = problem.jacobian.domain.size, problem.jacobian.cost()
@@ -208,7 +219,12 @@ def _at(
     inverse: Covariance | BySolves
     # `newton` is the length of a Newton step in standard deviations.
     if fits and not (problem.jacobian.is_sparse and p > _MANY):
-        inverse = by_singular_values(problem, moving, _concave(objective, lin))
+        nearby = None
+        if is_doubtful:
+            other, there = at(_nearby(parameters, retraction))
+            nearby = there.expand(other)
+        concave = _concave(objective, lin)
+        inverse = by_singular_values(problem, moving, concave, nearby)
         newton = jnp.linalg.norm(_tree.matmul(ravel_pytree(slope)[0], inverse.factor))
     else:
         inverse = BySolves.of(problem, moving)
@@ -226,6 +242,14 @@ def _at(
     distance = newton / jnp.sqrt(jnp.where(scale > 0, scale, 1))
     known = scale, dof, parameters, retraction, inverse, distance
     return ParameterCovariance(*known, setting.network.frozen)
+
+
+def _nearby(parameters: PyTree[Array], retraction: Retraction | None) -> PyTree[Array]:
+    """Return the parameters, moved by a few roundings."""
+    flat, unravel = ravel_pytree(jax.lax.stop_gradient(parameters))
+    if retraction is None:
+        return unravel(flat + rounded(flat))
+    return retraction.moved(parameters, unravel(rounded(flat)))
 
 
 def _concave(

@@ -29,12 +29,20 @@ _VECTORS = 8
 
 
 def by_singular_values(
-    problem: Quadratic, moving: Bool[Array, " p"], concave: Float[Array, "p p"] | None
+    problem: Quadratic,
+    moving: Bool[Array, " p"],
+    concave: Float[Array, "p p"] | None,
+    nearby: Quadratic | None,
 ) -> Covariance:
-    """Return the covariance from the singular values of the whole Jacobian."""
-    matrix = matrix_of(in_few_rows(problem.jacobian.blocks()))
+    """Return the covariance from the singular values of the whole Jacobian.
+
+    - `nearby`: the problem at parameters that differ by rounding.
+    """
+    matrix_at = lambda problem: matrix_of(in_few_rows(problem.jacobian.blocks()))
+    matrix = matrix_at(problem)
     number = jnp.array(problem.jacobian.codomain.size, matrix.dtype)
-    known = covariance(matrix, moving, moving, number)
+    other = None if nearby is None else matrix_at(nearby)
+    known = covariance(matrix, moving, moving, number, other)
     return known if concave is None else known.less(concave.astype(matrix.dtype))
 
 
