@@ -227,12 +227,13 @@ def _statistics(
     concave, jacobian = None, by_steps(matrix)
     if here.concave is not None:
         concave = matmul(jacobian.T, here.concave[:, None] * jacobian)
-    outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
-    totals = here.totals
-    doubted = doubts(parameters, first, unit[:, None] * jacobian, totals)
+    outputs_at = lambda y: posed.outputs(variables | {"curve": y})
+    totals, is_likelihood = here.totals, setting.likelihood is not None
+    doubted = doubts(parameters, first, unit[:, None] * jacobian, totals, is_likelihood)
     is_seen = ~doubted.is_rounding
     if is_tested:
-        is_seen = seen(setting, outputs_at, parameters, here.outputs, doubted)
+        given = parameters, outputs, unit, doubted
+        is_seen = seen(setting, posed, outputs_at, *given)
     residuals = here.residuals
     if data.spread is not None:  # convert a robust loss back to units of sigma
         residuals *= data.spread
