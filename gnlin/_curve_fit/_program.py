@@ -230,8 +230,9 @@ def _statistics(
     outputs_at = lambda y: posed.outputs(variables | {"curve": y})
     totals, is_likelihood = here.totals, setting.likelihood is not None
     doubted = doubts(parameters, first, unit[:, None] * jacobian, totals, is_likelihood)
-    is_seen = ~doubted.is_rounding
+    is_seen, is_open = ~doubted.is_rounding, jnp.any(doubted.asked)
     if is_tested:
+        is_open = False
         given = parameters, outputs, unit, doubted
         is_seen = seen(setting, posed, outputs_at, *given)
     residuals = here.residuals
@@ -246,8 +247,8 @@ def _statistics(
     known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents, nearby
     loss = posed.loss.value(outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
-    is_doubtful = fitted.covariance.is_doubtful
-    fitted = fitted._replace(is_open=jnp.any(doubted.asked), is_doubtful=is_doubtful)
+    is_doubtful = False if other is not None else fitted.covariance.is_doubtful
+    fitted = fitted._replace(is_open=is_open, is_doubtful=is_doubtful)
     if is_of_rates(setting.likelihood):
         spread = matmul(by_parameters, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))

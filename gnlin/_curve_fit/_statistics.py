@@ -43,9 +43,10 @@ class Fitted(NamedTuple):
     - `extreme`: whether the squares of the derivative by each parameter underflow or
         overflow.
     - `edge`: a point whose rate has fallen to 0, or -1.
-    - `is_open`: whether only the curve itself can tell if each parameter affects it.
-    - `is_doubtful`: whether only another Jacobian can tell if all singular values of this
-        one are known.
+    - `is_open`: whether the curve must still be evaluated to know if each parameter
+        affects it.
+    - `is_doubtful`: whether another Jacobian must still be evaluated to know if all
+        singular values of this one are known.
     """
 
     parameters: PyTree[Array]
