@@ -168,7 +168,7 @@ def tells_no_error(
     - `rise`: the rise for a step by the standard error, or to the bound.
     - `inside`, `step`: that step, and the one without bounds.
     """
-    part = jnp.linalg.norm(inside) / jnp.linalg.norm(step)
+    part = jnp.max(jnp.abs(inside)) / jnp.max(jnp.abs(step))
     is_flat = (jnp.abs(rise) <= FLAT) & (part < 1)
     # A rate may become negative, which tells nothing of a shorter step.
     is_steep = (rise > FLAT) & (rise > _STEEP * 0.5 * part**2) & jnp.isfinite(rise)

@@ -73,8 +73,10 @@ def covariance(
     place of a pose if only differences between poses were measured. A function of the
     parameters that they do determine, such as the distance between two poses, still has a
     finite error. Directions whose singular values are below rounding count as not
-    measured. Many singular values of a network are close to rounding, so use double
-    precision for the errors of a network and of coefficients that are trained with it.
+    measured. If a singular value is small, a second Jacobian at parameters that differ by
+    rounding shows what that is. Many singular values of a network are close to rounding,
+    so use double precision for the errors of a network and of coefficients that are
+    trained with it.
 
     **Arguments:**
 
