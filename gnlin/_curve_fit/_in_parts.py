@@ -24,7 +24,7 @@ from ._parts import Part, Parts
 from ._problem import FitSettings, flat_box
 from ._statistics import as_fitted, Fitted
 from ._sums import added, CURVE, DERIVATIVE, INFINITE, MISSING, SIGMA, Sums
-from ._undetermined import doubts, tells_no_error, UNMOVED, within
+from ._undetermined import doubts, is_bounded, tells_no_error, UNMOVED, within
 from ._values import as_y
 
 
@@ -239,7 +239,7 @@ def _seen(
     is_likelihood = passes.setting.likelihood is not None
     found = _doubts(parameters, start, jacobian, unweighted.totals, is_likelihood)
     y, unravel = _tree.ravel_pytree(parameters)
-    stay = np.zeros(y.size, bool)
+    stay, bounded = np.zeros(y.size, bool), is_bounded(box)
     for k in np.flatnonzero(found.asked):
         tell_none = []
         for size in (-found.steps[k], found.steps[k]):
@@ -251,5 +251,5 @@ def _seen(
                 is_unseen = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
                 stay[k] = is_unseen and not is_left
                 tell_none.append(bool(tells_no_error(change, inside, step)))
-        stay[k] |= is_likelihood and all(tell_none)
+        stay[k] |= is_likelihood and bool(bounded[k]) and all(tell_none)
     return jnp.asarray(~np.asarray(found.is_rounding) & ~stay)

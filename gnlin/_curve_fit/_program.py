@@ -168,7 +168,7 @@ def _in_two(
     if not is_elsewhere and (is_refit or not (is_doubtful or first.fitted.is_open)):
         return first.fitted, first.found
     end = end._replace(kept=None if is_elsewhere else end.kept)
-    return _second(setting, data, start, end, is_doubtful=is_doubtful)
+    return _second(setting, data, start, end, True, is_doubtful)
 
 
 def _statistics(

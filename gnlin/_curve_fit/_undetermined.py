@@ -135,7 +135,7 @@ def seen(
         there = outputs_at(setting.moved(parameters, inside))
         change = jnp.linalg.norm(unit * (there - outputs))
         is_unseen = (change <= UNMOVED * promised) & ~is_left
-        if setting.likelihood is None:
+        if setting.likelihood is None or bounds is None:
             return is_unseen, False
         rise = -posed.loss.decrease(outputs, there, posed.target)
         return is_unseen, tells_no_error(rise, inside, step)
@@ -144,11 +144,19 @@ def seen(
         steps = jnp.concatenate([-jnp.diag(found.steps), jnp.diag(found.steps)])
         each = jax.lax.map(stays, (steps, jnp.tile(found.promised, 2)))
         is_unseen, tells_none = (flags.reshape(2, -1) for flags in each)
-        return jnp.any(is_unseen, axis=0) | jnp.all(tells_none, axis=0)
+        return jnp.any(is_unseen, axis=0) | (
+            jnp.all(tells_none, axis=0) & is_bounded(box)
+        )
 
     nowhere = jnp.zeros(y.size, bool)
     stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
     return ~found.is_rounding & ~(found.asked & stay)
+
+
+def is_bounded(box: Box) -> Bool[Array, " k"]:
+    """Which parameters have bounds on both sides. Others may go to infinity if there is
+    no maximum, of which another warning tells, and take parameters with them."""
+    return jnp.isfinite(box.lower) & jnp.isfinite(box.upper)
 
 
 def within(
@@ -162,8 +170,7 @@ def tells_no_error(
     rise: Scalar, inside: Float[Array, " k"], step: Float[Array, " k"]
 ) -> Bool[Array, ""]:
     """Whether a standard error is not what raises the negative log-likelihood by 1/2: it
-    is flat as far as the bound, or rises steeply. If it is flat without end, it has no
-    maximum, of which another warning tells.
+    is flat as far as the bound, or rises steeply.
 
     - `rise`: the rise for a step by the standard error, or to the bound.
     - `inside`, `step`: that step, and the one without bounds.
