@@ -247,8 +247,8 @@ def _statistics(
     known = slope, jacobian, is_seen, totals, nonfinite, concave, tangents, nearby
     loss = posed.loss.value(outputs, posed.target)
     fitted, found = as_fitted(setting, parameters, start, loss, *known)
-    is_doubtful = False if other is not None else fitted.covariance.is_doubtful
-    fitted = fitted._replace(is_open=is_open, is_doubtful=is_doubtful)
+    doubtful = False if other is not None else fitted.covariance.is_doubtful
+    fitted = fitted._replace(is_open=is_open, is_doubtful=doubtful)
     if is_of_rates(setting.likelihood):
         spread = matmul(by_parameters, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))

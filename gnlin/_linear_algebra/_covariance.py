@@ -140,7 +140,7 @@ def rounded(
     generator = np.random.default_rng(0)
     roundings = generator.integers(_FEWEST, _MOST + 1, y.size)
     signs = generator.choice([-1, 1], y.size)
-    return (eps * (roundings * signs)).astype(y.dtype) * size
+    return jnp.asarray(eps * (roundings * signs), y.dtype) * size
 
 
 def covariance(
