@@ -24,7 +24,7 @@ from ._parts import Part, Parts
 from ._problem import FitSettings, flat_box
 from ._statistics import as_fitted, Fitted
 from ._sums import added, CURVE, DERIVATIVE, INFINITE, MISSING, SIGMA, Sums
-from ._undetermined import doubts, is_bounded, tells_no_error, UNMOVED, within
+from ._undetermined import doubts, UNMOVED
 from ._values import as_y
 
 
@@ -236,20 +236,13 @@ def _seen(
     parameters, loss = minimum.y, minimum.last.expansion().loss
     box = flat_box(passes.setting.solver.bounds, parameters)
     jacobian = unweighted.expansion().jacobian
-    is_likelihood = passes.setting.likelihood is not None
-    found = _doubts(parameters, start, jacobian, unweighted.totals, is_likelihood)
+    found = _doubts(passes.setting, parameters, start, jacobian, unweighted.totals)
     y, unravel = _tree.ravel_pytree(parameters)
-    stay, bounded = np.zeros(y.size, bool), is_bounded(box)
+    stay = np.zeros(y.size, bool)
     for k in np.flatnonzero(found.asked):
-        tell_none = []
         for size in (-found.steps[k], found.steps[k]):
             step = jnp.zeros_like(y).at[k].set(size)
-            is_left = bool(box.is_left(y, step))
-            if not stay[k] and (is_likelihood or not is_left):
-                inside = within(box, y, step)
-                change = passes.sums(unravel(y + inside)).expansion().loss - loss
-                is_unseen = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
-                stay[k] = is_unseen and not is_left
-                tell_none.append(bool(tells_no_error(change, inside, step)))
-        stay[k] |= is_likelihood and bool(bounded[k]) and all(tell_none)
-    return jnp.asarray(~np.asarray(found.is_rounding) & ~stay)
+            if not stay[k] and not box.is_left(y, step):
+                change = passes.sums(unravel(y + step)).expansion().loss - loss
+                stay[k] = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
+    return jnp.asarray(~np.asarray(found.is_lost) & ~stay)

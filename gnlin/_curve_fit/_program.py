@@ -227,14 +227,13 @@ def _statistics(
     concave, jacobian = None, by_steps(matrix)
     if here.concave is not None:
         concave = matmul(jacobian.T, here.concave[:, None] * jacobian)
-    outputs_at = lambda y: posed.outputs(variables | {"curve": y})
-    totals, is_likelihood = here.totals, setting.likelihood is not None
-    doubted = doubts(parameters, first, unit[:, None] * jacobian, totals, is_likelihood)
-    is_seen, is_open = ~doubted.is_rounding, jnp.any(doubted.asked)
+    outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
+    totals = here.totals
+    doubted = doubts(setting, parameters, first, unit[:, None] * jacobian, totals)
+    is_seen, is_open = ~doubted.is_lost, jnp.any(doubted.asked)
     if is_tested:
+        is_seen = seen(setting, outputs_at, parameters, unit * outputs, doubted)
         is_open = False
-        given = parameters, outputs, unit, doubted
-        is_seen = seen(setting, posed, outputs_at, *given)
     residuals = here.residuals
     if data.spread is not None:  # convert a robust loss back to units of sigma
         residuals *= data.spread

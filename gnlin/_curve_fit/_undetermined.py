@@ -12,19 +12,12 @@ from .._common import _tree
 from .._common._tree import ravel_pytree
 from .._common._words import how_many, name_of
 from .._linear_algebra._covariance import Covariance
-from .._linearisation._bounds import Box
-from ._problem import FitSettings, flat_box, Posed
+from ._problem import FitSettings, flat_box
 
 
 # A parameter has no effect if, moved by its standard error, it changes the curve by less
 # than this part of the change that the linearisation predicts.
 UNMOVED = 1e-6
-# Moved by its standard error, a parameter raises a negative log-likelihood by 1/2. If it
-# changes by less than this number, the likelihood is flat.
-FLAT = 1e-3
-# If it rises by more than this multiple of what the curvature predicts, the parameter is
-# on a plateau between walls, whose width the curvature does not tell.
-_STEEP = 100
 # Outputs below this multiple of the rounding of the first ones are zero.
 _ROUNDINGS = 100
 # Only parameters whose standard error exceeds this part of their value are tested.
@@ -40,18 +33,18 @@ _FEWEST_ALIKE = 3
 class Doubts(NamedTuple):
     """Reasons to doubt that each parameter affects the curve.
 
-    - `is_rounding`: whether a change by its whole value, or by its start, changes the
-        residuals by less than their rounding.
+    - `is_lost`: whether a change by its whole value, or by its start, changes the
+        residuals by less than their rounding; or whether, with a likelihood, its standard
+        error with the others held exceeds the distance of its bounds, as on a plateau.
     - `asked`: whether its standard error exceeds a tenth of its value. If the parameter
         moves by this error and the others are held, the linearisation predicts a change
         of the size of the noise. On a plateau there is no change, which only the curve
-        itself shows. With a likelihood, the curve may change where the likelihood does
-        not.
+        itself shows.
     - `steps`: this standard error.
     - `promised`: the norm of the change of the curve that the linearisation predicts.
     """
 
-    is_rounding: Bool[Array, " k"]
+    is_lost: Bool[Array, " k"]
     asked: Bool[Array, " k"]
     steps: Float[Array, " k"]
     promised: Float[Array, " k"]
@@ -82,48 +75,45 @@ class Totals(NamedTuple):
 
 
 def doubts(
+    setting: FitSettings,
     parameters: PyTree[Array],
     start: PyTree[Array],
     jacobian: Float[Array, "n k"],
     totals: Totals,
-    is_likelihood: bool,
 ) -> Doubts:
     """Return the doubts, which do not depend on the parameters' units."""
-    given = parameters, start, jacobian, totals
-    parameters, start, jacobian, totals = jax.lax.stop_gradient(given)
+    given = parameters, start, jacobian, totals, setting.solver.bounds
+    parameters, start, jacobian, totals, bounds = jax.lax.stop_gradient(given)
     y, first = (ravel_pytree(x)[0] for x in (parameters, start))
     norms, size = _tree.column_norms(jacobian), jnp.sqrt(totals.outputs + totals.targets)
     noise = jnp.sqrt(totals.chi_squared / jnp.maximum(totals.num_points - y.size, 1))
-    noise = jnp.ones_like(noise) if is_likelihood else noise
     eps = jnp.finfo(norms.dtype).eps
     own = jnp.maximum(jnp.abs(y), jnp.abs(first))
     # If all of y is zero, the outputs that are left may be rounding of the first ones.
     first_size = jnp.linalg.norm(jnp.where(jnp.isfinite(norms), norms, 0) * own)
     is_zero = (totals.targets == 0) & (size <= _ROUNDINGS * eps * first_size)
     size = jnp.where(is_zero, first_size, size)
-    is_rounding = (first != 0) & (norms * own <= eps * size)
+    is_lost = (first != 0) & (norms * own <= eps * size)
     units = jnp.where(norms > 0, norms, 1)
+    if setting.likelihood is not None and bounds is not None:
+        box = flat_box(bounds, parameters)
+        is_lost |= norms * (box.upper - box.lower) < 1
     errors = jnp.maximum(noise, eps**0.5 * size) / units
     # A smaller step may change the curve by rounding alone.
     steps = jnp.maximum(errors, eps**0.5 * jnp.abs(y))
-    asked = (steps > _ASKED * own) & (norms > 0) & ~is_rounding
-    return Doubts(is_rounding, asked, steps, steps * norms)
+    asked = (steps > _ASKED * own) & (norms > 0) & ~is_lost
+    return Doubts(is_lost, asked, steps, steps * norms)
 
 
 def seen(
     setting: FitSettings,
-    posed: Posed,
     outputs_at: Callable[[PyTree[Array]], Array],
     parameters: PyTree[Array],
     outputs: Float[Array, " m"],
-    unit: Float[Array, " m"],
     found: Doubts,
 ) -> Bool[Array, " k"]:
-    """Whether each parameter affects the curve, or the likelihood. The curve is evaluated
-    only if a parameter is asked for.
-
-    - `unit`: the unit of each output's change, which is the noise.
-    """
+    """Whether each parameter affects the curve, which is evaluated only if a parameter is
+    asked for."""
     parameters, outputs, bounds = jax.lax.stop_gradient(
         (parameters, outputs, setting.solver.bounds)
     )
@@ -131,55 +121,17 @@ def seen(
 
     def stays(step_and_promised):
         step, promised = step_and_promised
-        inside, is_left = within(box, y, step), box.is_left(y, step)
-        there = outputs_at(setting.moved(parameters, inside))
-        change = jnp.linalg.norm(unit * (there - outputs))
-        is_unseen = (change <= UNMOVED * promised) & ~is_left
-        if setting.likelihood is None or bounds is None:
-            return is_unseen, False
-        rise = -posed.loss.decrease(outputs, there, posed.target)
-        return is_unseen, tells_no_error(rise, inside, step)
+        change = jnp.linalg.norm(outputs_at(setting.moved(parameters, step)) - outputs)
+        return (change <= UNMOVED * promised) & ~box.is_left(y, step)
 
     def of_all():
         steps = jnp.concatenate([-jnp.diag(found.steps), jnp.diag(found.steps)])
-        each = jax.lax.map(stays, (steps, jnp.tile(found.promised, 2)))
-        is_unseen, tells_none = (flags.reshape(2, -1) for flags in each)
-        return jnp.any(is_unseen, axis=0) | (
-            jnp.all(tells_none, axis=0) & is_bounded(box)
-        )
+        either = jax.lax.map(stays, (steps, jnp.tile(found.promised, 2)))
+        return jnp.any(either.reshape(2, -1), axis=0)
 
     nowhere = jnp.zeros(y.size, bool)
     stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
-    return ~found.is_rounding & ~(found.asked & stay)
-
-
-def is_bounded(box: Box) -> Bool[Array, " k"]:
-    """Which parameters have bounds on both sides. Others may go to infinity if there is
-    no maximum, of which another warning tells, and take parameters with them."""
-    return jnp.isfinite(box.lower) & jnp.isfinite(box.upper)
-
-
-def within(
-    box: Box, y: Float[Array, " k"], step: Float[Array, " k"]
-) -> Float[Array, " k"]:
-    """Return a step that ends at the bounds."""
-    return jnp.clip(step, box.lower - y, box.upper - y)
-
-
-def tells_no_error(
-    rise: Scalar, inside: Float[Array, " k"], step: Float[Array, " k"]
-) -> Bool[Array, ""]:
-    """Whether a standard error is not what raises the negative log-likelihood by 1/2: it
-    is flat as far as the bound, or rises steeply.
-
-    - `rise`: the rise for a step by the standard error, or to the bound.
-    - `inside`, `step`: that step, and the one without bounds.
-    """
-    part = jnp.max(jnp.abs(inside)) / jnp.max(jnp.abs(step))
-    is_flat = (jnp.abs(rise) <= FLAT) & (part < 1)
-    # A rate may become negative, which tells nothing of a shorter step.
-    is_steep = (rise > FLAT) & (rise > _STEEP * 0.5 * part**2) & jnp.isfinite(rise)
-    return is_flat | is_steep
+    return ~found.is_lost & ~(found.asked & stay)
 
 
 def apart(known: Covariance) -> np.ndarray:
