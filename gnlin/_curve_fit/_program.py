@@ -68,7 +68,11 @@ def fitted(
         if alone and setting.curve.has_loops:
             return _in_two(setting, data, start, num_rows, num_steps is not None)
         program = _program(inside, setting.curve.has_loops, is_brief)
-        return program(setting, data, start, has_starts, num_rows)
+        given = setting, data, start, has_starts, num_rows
+        end, found = program(*given, False)
+        if not inside and np.any(end.is_doubtful):  # rare, so that programs stay small
+            end, found = program(*given, True)
+        return end, found
     except eqx.EquinoxRuntimeError as error:
         error.add_note(
             "`f` raised this at parameters that the fit tried. Let it return numbers "
@@ -107,10 +111,11 @@ def _all_fitted(
     start: PyTree[Array],
     has_starts: bool,
     num_rows: int,
+    is_doubtful: bool,
 ) -> tuple[Fitted, dict[str, Any]]:
     def of_start(data, start):
         end = run(setting, data, start, num_rows=num_rows)
-        return _statistics(setting, data, start, end)
+        return _statistics(setting, data, start, end, is_doubtful=is_doubtful)
 
     def of_starts(data, starts):
         end, found = jax.vmap(of_start, in_axes=(None, 0))(data, starts)
@@ -140,8 +145,7 @@ class _First(NamedTuple):
         setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
     ) -> "_First":
         end = run(setting, data, start, num_rows=num_rows, keeps=True)
-        untested = dict(is_tested=False, is_doubtful=False)
-        fitted, found = _statistics(setting, data, start, end, **untested)
+        fitted, found = _statistics(setting, data, start, end, is_tested=False)
         assert end.kept is not None
         return _First(end, fitted, found, ~end.kept.is_at(end.variables))
 
@@ -164,7 +168,7 @@ def _in_two(
     """
     first = _first(setting, data, start, num_rows)
     end, is_elsewhere = first.end, bool(first.is_elsewhere)
-    is_doubtful = is_elsewhere or bool(first.fitted.is_doubtful)
+    is_doubtful = bool(first.fitted.is_doubtful)
     if not is_elsewhere and (is_refit or not (is_doubtful or first.fitted.is_open)):
         return first.fitted, first.found
     end = end._replace(kept=None if is_elsewhere else end.kept)
@@ -177,7 +181,7 @@ def _statistics(
     start: PyTree[Array],
     end: Run,
     is_tested: bool = True,
-    is_doubtful: bool = True,
+    is_doubtful: bool = False,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Return the end of a fit, and the fields of `CurveFit`.
 
@@ -189,22 +193,17 @@ def _statistics(
     posed, variables = Posed.of(setting, data), end.variables
     parameters = variables["curve"]
 
-    def linearised(y: PyTree[Array]) -> tuple[Array, Array]:
-        lin = linearise(posed.outputs, variables | {"curve": y})
-        return lin.outputs, lin.matrix()
-
-    tangents = setting.tangents(parameters)
+    tangents, other = setting.tangents(parameters), None
     # Entries of a start do not tell how large a turn on a curved space is.
     first = start if tangents is None else _tree.zeros_like(start)
-    near, other = jax.lax.stop_gradient(setting.nearby(parameters, first)), None
     if end.kept is None:
-        # One after the other, so that the program has one copy of the function.
-        points = jax.tree.map(lambda *each: jnp.stack(each), parameters, near)
-        (outputs, _), (matrix, other) = jax.lax.map(linearised, points)
+        lin = linearise(posed.outputs, variables)
+        outputs, matrix = lin.outputs, lin.matrix()
     else:
         outputs, matrix = end.kept.outputs[0], end.kept.matrix
-        if is_doubtful:
-            _, other = linearised(near)
+    if is_doubtful:
+        near = jax.lax.stop_gradient(setting.nearby(parameters, first))
+        other = linearise(posed.outputs, variables | {"curve": near}).matrix()
     here = Misfit.of(posed, outputs, has_noise=setting.is_robust)
     pull = _tree.Structure.of(variables).unravel(matmul(matrix.T, here.pull))
     slope = pull["curve"]

@@ -25,9 +25,9 @@ _FEWEST, _MOST = 2, 8
 # a decomposition (sums of two exponentials or Gaussians with near parameters,
 # polynomials of degree 4 to 14).
 _CHANGES = 10
-# The Jacobian has to be evaluated a second time if a singular value is less than the root
-# of the root of eps.
-_DOUBTFUL = 0.25
+# The Jacobian has to be evaluated a second time if a singular value is less than this
+# power of eps. Linear systems of condition number 1e7 have a rounding of 1e-9.
+_DOUBTFUL = 0.5
 
 
 class Covariance(NamedTuple):
