@@ -12,6 +12,7 @@ from fit_problems import BATCHES, fit, numbers, T, X
 
 import gnlin
 from gnlin import CheckpointError
+from gnlin._common._lock import locked
 from gnlin._fit import _checkpoint
 
 
@@ -240,9 +241,9 @@ def test_a_broken_run_is_resumed(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from gnlin._fit._lock import alone_in
+from gnlin._common._lock import locked
 import os
-with alone_in(Path(sys.argv[1])):
+with locked(Path(sys.argv[1]) / ".lock"):
     if sys.argv[2] == "fork" and os.fork() == 0:
         time.sleep(20)
         os._exit(0)
@@ -304,6 +305,27 @@ def test_file_systems_without_locks(number, tmp_path, monkeypatch):
     else:
         fit(steps=2, checkpoint=tmp_path)
     assert len(_checkpoint._leftovers(tmp_path)) == 0
+
+
+def test_a_lock_whose_file_was_deleted_meanwhile(tmp_path, monkeypatch):
+    """Its last holder may delete the file between opening and locking it."""
+    fcntl = pytest.importorskip("fcntl")
+    lockf, path, calls = fcntl.lockf, tmp_path / ".lock", []
+
+    def deleted_first(*args):
+        if not calls:
+            path.unlink()
+        calls.append(args)
+        return lockf(*args)
+
+    monkeypatch.setattr(fcntl, "lockf", deleted_first)
+    with locked(path) as is_alone:
+        assert is_alone
+        assert len(calls) == 2
+        assert os.path.samestat(os.fstat(calls[-1][0]), path.stat())
+        with locked(path) as another:
+            assert not another
+    assert not path.exists()
 
 
 #

@@ -1,6 +1,5 @@
 """The kernel between two sets, compared with rows of the Jacobian in NumPy."""
 
-import fcntl
 import functools
 import json
 import os
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import gnlin
+from gnlin._common._lock import locked
 from gnlin._tangent_kernel._file import tiles
 
 
@@ -357,8 +357,8 @@ def test_files_that_are_not_kernels(tmp_path):
         kernel(x, file=tmp_path / "cut")
     with pytest.raises(ValueError, match="cannot be written"):
         kernel(x, file=tmp_path / "k.npy" / "below")
-    with (tmp_path / "k.npy.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(tmp_path / "k.npy.lock") as is_alone:
+        assert is_alone
         with pytest.raises(ValueError, match="another process"):
             kernel(x, file=tmp_path / "k")
     np.testing.assert_array_equal(np.load(tmp_path / "k.npy"), first)

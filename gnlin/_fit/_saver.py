@@ -1,7 +1,8 @@
 """Saving and resuming a run."""
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._common._identity import checksum, described, described_by_field, described_by_leaf
+from .._common._lock import locked
 from .._common._sharding import Places
 from .._common._warn import warn
 from .._training._step import StepSettings
 from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError, Fault
-from ._lock import alone_in
 from ._snapshot import pack, Snapshot, unpack
 from ._step import Compiled, step
 from ._stream import ArrayStream, IterableStream
@@ -77,9 +78,16 @@ class Saver:
         # Kept because callbacks are restored later, after they have started.
         self._resumed: tuple[Path, Snapshot] | None = None
 
-    def alone(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         """Exclude other runs from the folder."""
-        return alone_in(self._folder)
+        with locked(self._folder / ".lock") as is_alone:
+            if not is_alone:
+                raise CheckpointError(
+                    f"Another run is writing checkpoints to {self._folder.resolve()}: "
+                    "wait for its end, or pass another folder."
+                )
+            yield
 
     def start(self, resume: bool) -> None:
         """Check that a checkpoint can be written, and resume from the latest if asked."""

@@ -5,9 +5,11 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from .._common._lock import locked
 
 
 Place = tuple[slice, ...]
@@ -65,7 +67,7 @@ class KernelFile(NamedTuple):
             _reserve(new)
             self._note(tile, 0)
             os.replace(new, self._part)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             new.unlink(missing_ok=True)
             raise self._unwritable(error) from error
         return tile, 0
@@ -73,20 +75,17 @@ class KernelFile(NamedTuple):
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other processes from writing the file in the meantime."""
-        lock = _beside(self.path, ".lock")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = lock.open("w")
         except (OSError, ValueError) as error:
             raise self._unwritable(error) from error
-        with file:
-            if not _locked(file):
+        with locked(_beside(self.path, ".lock")) as is_alone:
+            if not is_alone:
                 raise ValueError(
                     f"`file` is {str(self.path)!r}, which another process is writing: "
                     "wait for it, or pass another name."
                 )
             yield
-            lock.unlink(missing_ok=True)
 
     def _unwritable(self, error: Exception) -> ValueError:
         return ValueError(f"The kernel cannot be written to {str(self.path)!r}: {error}.")
@@ -155,19 +154,6 @@ def _reserve(path: Path) -> None:
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-
-
-def _locked(file: IO) -> bool:
-    """Lock the file until it is closed or the process ends; return whether it worked."""
-    try:
-        import fcntl
-    except ImportError:  # as on Windows
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _beside(path: Path, suffix: str) -> Path:

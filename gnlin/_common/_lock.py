@@ -1,4 +1,4 @@
-"""A lock on the folder of a run's checkpoints."""
+"""A lock on a file, so that only one run writes to a place at a time."""
 
 import errno
 import os
@@ -6,47 +6,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ._checkpoint import CheckpointError
-
 
 try:
     import fcntl
 except ImportError:  # as on Windows
     fcntl = None
 
-# Folders that this process has locked. `fcntl.lockf` excludes other processes only. In
+# Files that this process has locked. `fcntl.lockf` excludes other processes only. In
 # return, its lock ends with this process, even if forked ones, such as the workers of a
 # loader, live on.
 _LOCKED: set[Path] = set()
+_TAKEN = -1
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Create and lock a folder, or raise `CheckpointError` if another run has locked it.
+def locked(path: Path) -> Iterator[bool]:
+    """Create and lock a file and, in the end, delete it; yield whether no other run has
+    locked it.
 
     The system releases the lock when the process ends, even if it is killed. If the
     folder or its file system admits no lock, there is none.
     """
-    folder = folder.resolve()
-    path = folder / ".lock"
-    lock = _lock(path) if folder not in _LOCKED else _TAKEN
+    path = path.parent.resolve() / path.name
+    lock = _TAKEN if path in _LOCKED else _lock(path)
     if lock is _TAKEN:
-        raise CheckpointError(
-            f"Another run is writing checkpoints to {folder}: wait for its end, or pass "
-            "another folder."
-        )
-    _LOCKED.add(folder)
+        yield False
+        return
+    _LOCKED.add(path)
     try:
-        yield
+        yield True
     finally:
-        _LOCKED.discard(folder)
+        _LOCKED.discard(path)
         if lock is not None:
             with suppress(OSError):
                 path.unlink()
             os.close(lock)
-
-
-_TAKEN = -1
 
 
 def _lock(path: Path) -> int | None:
