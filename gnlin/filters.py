@@ -41,6 +41,7 @@ from ._common._checks import (
     check_period,
     forwards_only,
     is_zero,
+    unless_zero,
 )
 
 
@@ -102,15 +103,16 @@ class PseudoInverse(AbstractFilter):
 class Tikhonov(AbstractFilter):
     r"""Damped Gauss-Newton: $g(w) = 1/(w + \lambda)$.
 
-    With $\lambda = 0$ it is [`gnlin.filters.PseudoInverse`][]; but the methods `"kernel"`
-    and `"curvature"`, Cholesky factorisations, then give NaN if their matrix is singular.
+    With $\lambda = 0$ it is [`gnlin.filters.PseudoInverse`][], but methods that
+    factorise, such as `"kernel"`, then give NaN if their matrix is singular. `"auto"`
+    takes none of them for a zero, unless the zero is computed in a compiled program.
 
     **Arguments:**
 
     - `damping`: $\lambda \ge 0$, in units of the eigenvalues.
     """
 
-    damping: ScalarLike = eqx.field(converter=as_scalar)
+    damping: ScalarLike = eqx.field(converter=unless_zero)
 
     def __check_init__(self):
         check_finite_nonnegative("damping", self.damping)

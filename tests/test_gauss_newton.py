@@ -389,3 +389,34 @@ def test_parameters_that_are_not_used_stay(shape):
     )
     unused = solution.value[shape[1] :]
     np.testing.assert_allclose(unused, 0.1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "damping", [0.0, 0, np.float64(0), np.zeros(()), lambda num_steps: 0.0]
+)
+def test_a_damping_of_zero_is_no_damping(damping):
+    """The problem is large enough that damped ones are solved by Cholesky."""
+    generator = np.random.default_rng(0)
+    half, target = generator.standard_normal((100, 30)), generator.standard_normal(100)
+    matrix = np.hstack([half, half])
+    least = np.linalg.lstsq(matrix, target, rcond=None)[0]
+    residuals = lambda y, data: data[0] @ y - data[1]
+    solvers = [gnlin.DampedGaussNewton(damping)]
+    if not callable(damping):
+        solvers += [gnlin.methods.FilteredGaussNewton(Tikhonov(damping))]
+        solvers += [gnlin.DampedGaussNewton(damping, momentum=0.5)]
+    for solver in solvers:
+        data = as_jax((matrix, target))
+        solution = least_squares(residuals, solver, jnp.zeros(60), data)
+        assert solution.result == optx.RESULTS.successful
+        np.testing.assert_allclose(solution.value, least, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("inner", [GradientFlow(1.0), Tikhonov(0.25), PseudoInverse()])
+def test_history_of_a_filter_with_damping(inner):
+    solver = gnlin.methods.FilteredGaussNewton(gnlin.filters.Damped(inner, 0.5))
+    x = jnp.linspace(0.0, 1.0, 10)
+    fn = lambda p, x: p * x
+    solution = gnlin.solve((fn, jnp.ones(())), (x, 2 * x), solver, max_steps=2)
+    expected = 0.75 if isinstance(inner, Tikhonov) else 0.5
+    np.testing.assert_allclose(solution.history.damping, expected)

@@ -67,6 +67,12 @@ def is_zero(value: Any) -> bool:
     return bool(is_known and np.ndim(value) == 0 and value == 0)
 
 
+def unless_zero(damping: Any) -> Any:
+    """Convert a damping as `as_scalar` does, but zero to a Python number, which equinox
+    does not trace, because without damping a problem may have to be solved otherwise."""
+    return 0.0 if is_zero(damping) else as_scalar(damping)
+
+
 def is_traced(tree: PyTree) -> bool:
     """Whether any leaf is traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

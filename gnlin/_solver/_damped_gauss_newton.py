@@ -9,15 +9,17 @@ from .._common._checks import (
     as_scalar,
     check_finite_nonnegative,
     check_less_than_one,
+    is_zero,
     nan_unless,
     nonnegative,
+    unless_zero,
 )
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from .._subproblem import AbstractSubproblem, check_method, ProxLinear, pulled, way_of
 from ..filters import Tikhonov
 from ._scaling import check_scaling, first_scale, Measured, Scaling
-from ._schedules import Schedule, value_at
+from ._schedules import returned_at, Schedule
 from ._state import Update
 from ._stepping import AbstractFilteredGaussNewton, step_taken
 
@@ -80,7 +82,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         Comput. Phys. 516 (2024), equation 27.
     """
 
-    damping: ScalarLike | Schedule = eqx.field(converter=as_scalar)
+    damping: ScalarLike | Schedule = eqx.field(converter=unless_zero)
     scaling: Scaling = eqx.field(default="identity", kw_only=True)
     momentum: ScalarLike | None = eqx.field(
         default=None, converter=as_scalar, kw_only=True
@@ -104,7 +106,10 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         return _Memory(first_scale(self.scaling, y), last)
 
     def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
-        return Tikhonov(value_at(self.damping, num_steps, nonnegative))
+        damping = returned_at(self.damping, num_steps)
+        if not is_zero(damping):
+            damping = nan_unless(nonnegative(damping), damping)
+        return Tikhonov(damping)
 
     def prepared(self, problem, filter, memory) -> tuple[AbstractSubproblem, _Memory]:
         measured = Measured.of(problem, self.scaling, memory.scale)

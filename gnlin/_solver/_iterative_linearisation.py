@@ -25,6 +25,7 @@ from .._common._checks import (
     nan_unless,
     nonnegative,
     positive,
+    unless_zero,
 )
 from .._common._words import how_many
 from .._linearisation._linearisation import Linearisation
@@ -66,10 +67,6 @@ def _whole(period: Any) -> Any:
     if isinstance(period, float) and period % 1 == 0 and period < _INEXACT:
         return int(period)
     return period
-
-
-def _unless_zero(damping: ScalarLike) -> ScalarLike:
-    return 0.0 if is_zero(damping) else as_scalar(damping)
 
 
 def _is_one(period: ScalarLike) -> bool:
@@ -168,7 +165,7 @@ class IterativeLinearisation(AbstractGaussNewton):
     learning_rate: Any = eqx.field(default=None, converter=as_scalar)  # or None
     momentum: ScalarLike = 0.0
     nesterov: bool = eqx.field(default=False, kw_only=True)
-    damping: ScalarLike = eqx.field(default=0.0, converter=_unless_zero, kw_only=True)
+    damping: ScalarLike = eqx.field(default=0.0, converter=unless_zero, kw_only=True)
     optimiser: Any = eqx.field(default=None, kw_only=True)
     restart: bool = eqx.field(default=True, kw_only=True)
     form: Form = eqx.field(default="prox-linear", kw_only=True)

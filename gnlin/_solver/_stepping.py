@@ -10,7 +10,7 @@ import optimistix as optx
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_callable, nan_unless, nonnegative
+from .._common._checks import check_callable, is_zero, nan_unless, nonnegative
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
@@ -24,6 +24,7 @@ from .._subproblem import (
     Method,
     problem_of,
     ProxLinear,
+    undamped,
 )
 from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractGaussNewton
@@ -92,6 +93,9 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
         check_callable(
             "filter_at(num_steps)", filter, what, "gnlin.filters.Tikhonov(0.1)"
         )
+        is_plain = isinstance(filter, Tikhonov) and is_zero(filter.damping)
+        if is_plain and self.method == "auto":
+            filter = PseudoInverse()  # the curvature may be singular
 
         def prepared(lin):
             problem = problem_of(self.form, objective, lin)
@@ -111,12 +115,13 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
 def _reported(filter: Filter) -> ScalarLike:
     """Return the damping of a filter; NaN if a parameter of it is out of range."""
+    filter, damping = undamped(filter)
     match filter:
-        case Tikhonov(damping=damping):
-            return damping
+        case Tikhonov(damping=further):
+            return damping + further
         case PseudoInverse(rcond=rcond) if rcond is not None:
-            return nan_unless(nonnegative(rcond), 0.0)
-    return 0.0
+            return nan_unless(nonnegative(rcond), damping)
+    return damping
 
 
 def take_step(

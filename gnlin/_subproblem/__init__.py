@@ -6,6 +6,7 @@ from ._base import (
     AbstractWay as AbstractWay,
     Answer as Answer,
     InexactTikhonov as InexactTikhonov,
+    undamped as undamped,
 )
 from ._choose import (
     by_products as by_products,
