@@ -203,3 +203,19 @@ def test_whole_numbers_of_the_parameters_are_refused(whole):
         optx.least_squares(
             fn, gnlin.LevenbergMarquardt(), jnp.array([1.0, 0.5]), jnp.asarray(WHOLE)
         )
+
+
+def test_a_loss_in_place_of_residuals():
+    """A least-squares solver looks for a zero of a loss, as optimistix's own do."""
+    loss = lambda y, _: jnp.sum((y - 1) ** 2) - 3
+    for run in (optx.minimise, optx.least_squares):
+        with pytest.warns(UserWarning, match="returns one number.*BFGS") as caught:
+            end = run(loss, gnlin.LevenbergMarquardt(), jnp.zeros(2)).value
+        assert caught[0].filename == __file__
+        np.testing.assert_allclose(loss(end, None), 0, atol=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solver, two = gnlin.LevenbergMarquardt(), jnp.zeros(2)
+        optx.root_find(lambda y, _: y**2 - 2, solver, jnp.array(1.0))
+        optx.least_squares(gnlin.Residuals(lambda y, _: jnp.sum(y - 1)), solver, two)
+        optx.least_squares(lambda y, _: jnp.sum(y - 1)[None], solver, two)

@@ -5,7 +5,7 @@ import warnings
 
 
 # Packages whose frames are between the user's line and the warning.
-_BETWEEN = {"gnlin", "equinox", "jaxtyping", "beartype"}
+_BETWEEN = {"gnlin", "optimistix", "equinox", "jax", "jaxtyping", "beartype"}
 
 
 def warn(message: str) -> None:

@@ -17,6 +17,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array, PyTree
 
+from .._common import _tree
+from .._common._warn import warn
 from ._admitted import check_outputs
 from ._objective import AbstractObjective
 
@@ -220,3 +222,16 @@ def aux_of(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Any
     """Return the auxiliary data of `fn`, which is called only if there are any."""
     _, aux = eqx.filter_eval_shape(fn, y, args)
     return fn(y, args)[1] if jax.tree.leaves(aux) else aux
+
+
+def check_number(fn: Callable, y: PyTree[Array], args: Any, outputs: PyTree) -> None:
+    """Warn if a plain function of several parameters returns one number, which is rarely
+    a residual, and mostly a loss."""
+    leaves = jax.tree.leaves(outputs)
+    is_number = len(leaves) == 1 and leaves[0].shape == ()
+    if is_number and _tree.size(y) > 1 and recognised(fn, y, args) is None:
+        warn(
+            "The function returns one number, and the solver minimises its square, so "
+            "the run looks for a zero. If it is a loss to be minimised, return the "
+            "residuals, or use an optimiser such as `optimistix.BFGS`."
+        )

@@ -20,7 +20,7 @@ from .._linearisation._admitted import check_derivative, check_outputs, check_pa
 from .._linearisation._bounds import Box, check_pair
 from .._linearisation._linearisation import Linearisation, linearised
 from .._linearisation._objective import AbstractObjective, SumOfSquares
-from .._linearisation._recognised import aux_of, recognised
+from .._linearisation._recognised import aux_of, check_number, recognised
 from .._linearisation._retraction import check_fits, not_moved, Retraction
 from ..losses._robust import faded, reweighted
 from ._state import checked, Detour, Evaluate, num_rows_of, Report, State, Update
@@ -357,6 +357,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 "`gnlin.LevenbergMarquardt()`."
             )
         num_rows = num_rows_of(options or {})
+        check_number(fn, y, args, f_struct)
         state = self.start(y, f_struct)
         return state if num_rows is None else state.with_rows(num_rows)
 

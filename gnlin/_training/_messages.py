@@ -77,9 +77,10 @@ def why_it_ended(
     if name == "stagnation":
         return (
             "it stands still without having converged: steps are within `rtol` and "
-            "`atol`, or no finite step lowers the loss, but the gradient is not small; "
-            f"{last}. Use a smooth function, double precision, another start, or "
-            "another value of a fixed damping or learning rate."
+            "`atol`, or no finite step lowers the loss, although the linearised problem "
+            f"promises a decrease; {last}. The point may be a minimum at which the "
+            "Jacobian is almost zero. Otherwise use a smooth function, double precision, "
+            "another start, or another value of a fixed damping or learning rate."
         )
     if name == "nonlinear_divergence":
         what = "the inner steps diverge on the linearised model, so they were not taken"

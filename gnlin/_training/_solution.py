@@ -30,8 +30,9 @@ class Solution(eqx.Module, Generic[Model]):
         not computed, as after mini-batches, or for a model that a callback chose.
     - `result`: an `optimistix.RESULTS`: `successful` if the run converged or a callback
         stopped it; `nonlinear_max_steps_reached` if all steps were made or the run was
-        interrupted; `stagnation` if no step reduced the loss any further, but the
-        gradient is not small; `nonfinite` or `nonlinear_divergence` if it failed.
+        interrupted; `stagnation` if no step reduced the loss any further, although
+        the linearised problem promises a decrease; `nonfinite` or
+        `nonlinear_divergence` if it failed.
     - `reason`: the result in words; empty under `jax.jit` and `jax.vmap`.
     - `history`: a [`gnlin.History`][].
     - `stats`: `num_steps`, `num_feature_updates`, `num_inner_steps`, `num_jvps` and
