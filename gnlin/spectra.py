@@ -13,7 +13,6 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Scalar, ScalarLike
 
 from ._common import _tree
@@ -25,11 +24,11 @@ from ._common._checks import (
     is_traced,
     nan_unless,
 )
-from ._common._tree import matmul, ravel_pytree
+from ._common._tree import ravel_pytree
 from ._common._words import by_name, with_error
 from ._jacobian import AbstractJacobian
 from ._linear_algebra import _lanczos, _nystrom
-from ._linearisation._decompositions import lift_kernel, lift_singular
+from ._linearisation._eigenvectors import Eigenvectors
 from ._linearisation._linearisation import Linearisation
 from ._linearisation._spectrum import Spectrum
 
@@ -105,16 +104,14 @@ class Eigenpairs(eqx.Module):
         - `residual`: a residual in the outputs' structure; by default the outputs.
         """
         residual = self._lin.outputs if residual is None else residual
-        jacobian, s = self._lin.jacobian, jnp.sqrt(self.eigenvalues)
+        jacobian, columns = self._lin.jacobian, self._vectors.T
         if _outputs_are_fewer(jacobian):
-            project = Partial(matmul, self._vectors)
-            lift = Partial(lift_kernel, jacobian.pull_back, self._vectors.T)
+            vectors = Eigenvectors(jacobian, left=columns)
         else:
-            project = Partial(_project_parameters, jacobian, self._vectors, s)
-            unravel = Partial(jacobian.domain.unravel)
-            lift = Partial(lift_singular, unravel, s, self._vectors)
-        flat = jacobian.codomain.ravel(residual)
-        return Spectrum(self.eigenvalues, flat, project, lift)
+            vectors = Eigenvectors(jacobian, right=columns)
+        flat, s = jacobian.codomain.ravel(residual), jnp.sqrt(self.eigenvalues)
+        coefficients = vectors.project(flat, s)
+        return Spectrum(self.eigenvalues, coefficients, s, vectors, flat)
 
 
 def leading(
@@ -369,12 +366,6 @@ def _smaller_side(lin: Linearisation) -> tuple[_lanczos.Product, int, jnp.dtype]
 def _outputs_are_fewer(jacobian: AbstractJacobian) -> bool:
     m, p = jacobian.shape
     return m <= p
-
-
-def _project_parameters(jacobian, vectors, s, residual):
-    pulled, _ = ravel_pytree(jacobian.pull_back(residual))
-    along = matmul(vectors, pulled.astype(vectors.dtype))
-    return _tree.quotient(along, s)
 
 
 def _check_several(num_probes: int) -> None:

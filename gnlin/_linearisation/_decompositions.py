@@ -3,14 +3,14 @@
 from typing import Literal
 
 import jax.numpy as jnp
-from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._tree import gram_of_columns, matmul, ravel_pytree
+from .._common._tree import gram_of_columns, ravel_pytree
 from .._jacobian import AbstractJacobian
 from .._linear_algebra import _lapack, _small_svd
-from ._spectrum import Origin, Spectrum
+from ._eigenvectors import Eigenvectors
+from ._spectrum import Spectrum
 
 
 # An SVD is slower than `eigh` of the smaller Gram matrix, but far more accurate. It is
@@ -75,13 +75,12 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     impossible = s > 2 * p**0.5 * sizes
     vanish = (s[0] > 0) & (s[0] ** 2 == 0)  # all squares underflow
 
+    vectors = Eigenvectors(jacobian, left=u, right=vt.T, reduction=q)
+
     def above(least: ScalarLike, faint=None) -> Spectrum:
         kept = jnp.where((s <= least * sizes) & jnp.isfinite(sizes) | impossible, 0, s)
-        lift = Partial(lift_singular, Partial(jacobian.domain.unravel), kept, vt)
-        origin = Origin(jacobian, residual, u if m <= p else vt.T, m <= p)
-        project = Partial(_project_singular, q, u)
-        w = jnp.where(vanish, jnp.nan, kept**2)
-        return Spectrum(w, residual, project, lift, origin=origin, faint=faint)
+        w, c = jnp.where(vanish, jnp.nan, kept**2), vectors.project(residual, kept)
+        return Spectrum(w, c, kept, vectors, residual, faint)
 
     if svd_is_cheap(m, p):
         return above(rounding)
@@ -98,28 +97,20 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
     kernel = jacobian.gram()
     w, u = _largest_first(*_lapack.eigh(kernel))
     w = jnp.where(w <= _rounding(kernel) * w[0], 0, w)
-    lift = Partial(lift_kernel, jacobian.pull_back, u)
-    origin = Origin(jacobian, residual, u, on_outputs=True)
-    return Spectrum(w, residual, Partial(matmul, u.T), lift, lift, origin)
+    vectors, s = Eigenvectors(jacobian, left=u), jnp.sqrt(w)
+    return Spectrum(w, vectors.project(residual, s), s, vectors, residual)
 
 
 def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
     """Return the spectrum from eigenpairs of the curvature: u = phi v / sqrt(w)."""
-    phi = jacobian.as_matrix()
-    eigenvalues, v = _largest_first(*_lapack.eigh(gram_of_columns(phi)))
+    gram = gram_of_columns(jacobian.as_matrix())
+    eigenvalues, v = _largest_first(*_lapack.eigh(gram))
+    vectors = Eigenvectors(jacobian, right=v)
 
     def above(least: ScalarLike, faint=None) -> Spectrum:
         w = jnp.where(eigenvalues <= least * eigenvalues[0], 0, eigenvalues)
         s = jnp.sqrt(w)
-        return Spectrum(
-            w,
-            residual,
-            Partial(_project_curvature, phi, v, s),
-            Partial(lift_singular, Partial(jacobian.domain.unravel), s, v.T),
-            Partial(_pushed_forward, phi, v),
-            Origin(jacobian, residual, v, on_outputs=False),
-            faint,
-        )
+        return Spectrum(w, vectors.project(residual, s), s, vectors, residual, faint)
 
     # Rounding was mostly about eps. The same network ends at an error of 2e-4 with the
     # faint values, and 2e-2 without.
@@ -129,27 +120,6 @@ def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> 
 
 def _largest_first(w, u):
     return w[::-1], u[:, ::-1]
-
-
-def _project_singular(q, u, residual):
-    return matmul(residual if q is None else matmul(residual, q), u)
-
-
-def lift_singular(unravel, s, vt, z):
-    return unravel(matmul(vt.T, s * z))
-
-
-def lift_kernel(pull_back, u, z):
-    return pull_back(matmul(z, u.T))  # batches of z stay in front under `vmap`
-
-
-def _pushed_forward(jacobian, v, z):
-    return matmul(jacobian, matmul(v, z))
-
-
-def _project_curvature(jacobian, v, s, residual):
-    along = matmul(v.T, matmul(jacobian.T, residual))
-    return _tree.quotient(along, s)
 
 
 def _rounding(matrix: Float[Array, "m n"]) -> float:

@@ -12,20 +12,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import first_line, is_own, is_traced, is_zero
-from .._common._complex import check_real
+from .._common._checks import first_line, is_own, is_traced
 from .._common._sharding import is_here
-from .._common._tree import matmul, ravel_pytree
-from .._jacobian import AbstractJacobian
-from .._linear_algebra._derivatives import of_matrix, with_derivative_of
+from .._linear_algebra._derivatives import with_derivative_of
 from ..filters import GradientDescent, Tikhonov
+from ._eigenvectors import Eigenvectors
 
 
-# Number of random sums of eigenvectors. With eight, the probability that all of them
-# contain less than a tenth of a given eigenvector is one in a million.
-_NUM_PROBES = 8
-# Products of the Jacobian with vectors count as zero below this multiple of rounding.
-_ZERO = 3.0
 # A result is doubtful if eigenvalues that wrongly count as zero change it by this part.
 _DOUBTFUL = 0.01
 
@@ -51,41 +44,6 @@ def evaluated(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
             f"shape {w.shape}, but `{filter}` returned {what}."
         )
     return g
-
-
-class Origin(eqx.Module):
-    """The Jacobian and the residual that determine a step, for its derivatives.
-
-    - `vectors`: the eigenvectors of a matrix A: of the kernel if `on_outputs`, else of
-        the curvature.
-    """
-
-    jacobian: AbstractJacobian
-    residual: Float[Array, " m"]
-    vectors: Float[Array, "k k"]
-    on_outputs: bool = eqx.field(static=True)
-
-    def step(self, filter: Filter, w: Float[Array, " k"]) -> PyTree[Array]:
-        """Return the step as a formula that needs no derivatives of the eigenpairs."""
-        if self.on_outputs:
-            return self.jacobian.pull_back(-self.filtered(filter, w, self.residual))
-        gradient, unravel = ravel_pytree(self.jacobian.pull_back(self.residual))
-        return unravel(-self.filtered(filter, w, gradient))
-
-    def filtered(
-        self, filter: Filter, w: Float[Array, " k"], vector: Float[Array, " k"]
-    ) -> Float[Array, " k"]:
-        """Return $g(A) b$ as a formula that needs no derivatives of the eigenpairs."""
-        vectors, jacobian = self.vectors, self.jacobian
-        matrix = jacobian.gram() if self.on_outputs else jacobian.curvature()
-        if not isinstance(filter, Tikhonov) or is_zero(filter.damping):
-            return of_matrix(filter, matrix, vector, w, vectors)
-        # As the solution of a linear system it has derivatives of every order.
-        damping = jnp.asarray(filter.damping, w.dtype)
-        matrix, vector = matrix.astype(w.dtype), vector.astype(w.dtype)
-        product = lambda x: matmul(matrix, x) + damping * x
-        solve = lambda _, b: matmul(vectors, filter(w) * matmul(vectors.T, b))
-        return jax.lax.custom_linear_solve(product, vector, solve, symmetric=True)
 
 
 class Spectrum(eqx.Module):
@@ -114,34 +72,12 @@ class Spectrum(eqx.Module):
 
     eigenvalues: Float[Array, " k"]
     coefficients: Float[Array, " k"]
-    _project: Callable[[Float[Array, " m"]], Float[Array, " k"]]  # r -> U^T r
-    _lift: Callable[[Float[Array, " k"]], PyTree[Array]]  # z -> phi^T U z
-    # z -> phi V z or phi^T U z, with the eigenvectors V or U; None after an SVD
-    _pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None
-    # Needed for derivatives of the step; None if only some eigenpairs are known
-    _origin: Origin | None
+    _s: Float[Array, " k"]  # sqrt(w), also of eigenvalues that `resolved` leaves out
+    _vectors: Eigenvectors
+    _residual: Float[Array, " m"]
     # The spectrum with faint eigenvalues, and the least damping at which it is used; None
     # if eigenvalues are known to rounding
-    _faint: "tuple[Spectrum, Scalar] | None"
-
-    def __init__(
-        self,
-        eigenvalues: Float[Array, " k"],
-        residual: Float[Array, " m"],
-        project: Callable[[Float[Array, " m"]], Float[Array, " k"]],
-        lift: Callable[[Float[Array, " k"]], PyTree[Array]],
-        pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None = None,
-        origin: Origin | None = None,
-        faint: "tuple[Spectrum, Scalar] | None" = None,
-    ):
-        self.eigenvalues = eigenvalues
-        # Residuals may be in double precision while the Jacobian is in single precision.
-        self.coefficients = project(residual).astype(eigenvalues.dtype)
-        self._project = project
-        self._lift = lift
-        self._pushed = pushed
-        self._origin = origin
-        self._faint = faint
+    _faint: "tuple[Spectrum, Scalar] | None" = None
 
     def __repr__(self) -> str:
         w = self.eigenvalues
@@ -166,26 +102,22 @@ class Spectrum(eqx.Module):
         w, g = self.eigenvalues, evaluated(filter, self.eigenvalues)
         # An eigenvalue that is only rounding is zero here, and its eigenvector has no
         # gradient. A filter that is large at zero would make a step out of rounding.
-        rounding = w.size * float(jnp.finfo(w.dtype).eps) * jnp.max(w, initial=0)
-        g = jnp.where((w == 0) & (g * rounding > 1), 0, g)
-        step = self._lift(-g * self.coefficients)
-        if self._origin is None:
+        g = jnp.where((w == 0) & (g * self._unresolved() > 1), 0, g)
+        step = self.lift(-g * self.coefficients)
+        if not self._vectors.are_all:
             return step
         if isinstance(filter, types.FunctionType):  # it may close over traced arrays
             filter = eqx.filter_closure_convert(filter, self.eigenvalues)
-        return with_derivative_of(Origin.step, step, self._origin, filter, w)
+        given = self._vectors, self._residual, filter, w
+        return with_derivative_of(Eigenvectors.step, step, *given)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectrum":
         """Return the spectrum with another residual of the same structure."""
-        flat = self._flat(residual)
-        origin = self._origin
-        if origin is not None:
-            origin = dataclasses.replace(origin, residual=flat)
-        faint = self._faint
+        flat, faint = self._flat(residual), self._faint
         if faint is not None:
-            faint = faint[0].with_residual(residual), faint[1]
-        parts = self._project, self._lift, self._pushed, origin, faint
-        return Spectrum(self.eigenvalues, flat, *parts)
+            faint = faint[0].with_residual(flat), faint[1]
+        c = self._vectors.project(flat, self._s)
+        return dataclasses.replace(self, coefficients=c, _residual=flat, _faint=faint)
 
     def damped(self, damping: ScalarLike) -> "Spectrum":
         """Return the spectrum for a damped step, which also has faint eigenvalues: those
@@ -195,7 +127,7 @@ class Spectrum(eqx.Module):
         if self._faint is None:
             return self
         faint, least = self._faint
-        sure = eqx.tree_at(lambda s: s._faint, self, None)
+        sure = dataclasses.replace(self, _faint=None)
         return _tree.where(jnp.asarray(damping, least.dtype) >= least, faint, sure)
 
     def resolved(self) -> tuple["Spectrum", Bool[Array, ""]]:
@@ -208,12 +140,12 @@ class Spectrum(eqx.Module):
         the Jacobian is applied to random sums of their eigenvectors, which resolves
         singular values down to $\varepsilon^{3/4}$ of the largest one.
         """
-        w, push = self.eigenvalues, self._pushed
-        if push is None:
+        w, vectors = self.eigenvalues, self._vectors
+        if not self._is_of_gram:
             return self, jnp.array(True)
         eps, largest = jnp.finfo(w.dtype).eps, jnp.max(w)
         small = w <= eps ** (1 / 2) * largest
-        are_zero = lambda: size_of(w, small, push) <= least_size(w)
+        are_zero = lambda: vectors.size_of(w, small) == 0
         zero = jax.lax.cond(jnp.any(small), are_zero, lambda: jnp.array(True))
         kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
         return kept, zero | ~self.finite()
@@ -225,40 +157,39 @@ class Spectrum(eqx.Module):
         w = self.eigenvalues
         several = w.ndim != 1 or jnp.ndim(damping) != 0
         unknown = is_traced((self, damping)) or several or not is_here(w)
-        if self._pushed is None or unknown or not bool(self.finite()):
+        if not self._is_of_gram or unknown or not bool(self.finite()):
             return 0, 0.0
         number = int(jnp.sum(w == 0))
-        if number * self._unresolved() <= _DOUBTFUL * float(jnp.asarray(damping)):
+        if number * float(self._unresolved()) <= _DOUBTFUL * float(jnp.asarray(damping)):
             return number, 0.0
-        size = size_of(w, w == 0, self._pushed)
-        total = jnp.where(size <= least_size(w), 0, size**2 * jnp.max(w))
-        return number, float(total)
+        size = self._vectors.size_of(w, w == 0)
+        return number, float(size**2 * jnp.max(w))
 
-    def _unresolved(self) -> float:
+    def _unresolved(self) -> Scalar:
         """Return the size below which eigenvalues of a Gram matrix count as zero."""
         w = self.eigenvalues
-        return w.size * float(jnp.finfo(w.dtype).eps) * float(jnp.max(w))
+        return w.size * float(jnp.finfo(w.dtype).eps) * jnp.max(w, initial=0)
 
     def _warn_of_lost(self, result: str, number: int) -> None:
         verb = "eigenvalue counts" if number == 1 else "eigenvalues count"
         warnings.warn(
             f"{number} {verb} as zero without being zero, and {result}: eigenvalues "
-            f"below {self._unresolved():.2g} are unresolved here, so use "
+            f"below {float(self._unresolved()):.2g} are unresolved here, so use "
             '`spectrum("svd")`, double precision, or a damping above them.',
             stacklevel=5,  # Equinox wraps both methods
         )
 
     def project(self, residual: PyTree[Array]) -> Float[Array, " k"]:
         r"""Return $U^\top r$ for another residual, flat or of the outputs' structure."""
-        return self._project(self._flat(residual)).astype(self.eigenvalues.dtype)
+        return self._vectors.project(self._flat(residual), self._s)
 
     def lift(self, coefficients: Float[Array, " k"]) -> PyTree[Array]:
         r"""Return $\phi^\top U z$ as a pytree of parameters."""
-        return self._lift(coefficients)
+        return self._vectors.lift(coefficients, self._s)
 
     def gradient(self) -> PyTree[Array]:
         r"""Return the gradient of the loss at the linearisation point, $\phi^\top r$."""
-        return self._lift(self.coefficients)
+        return self.lift(self.coefficients)
 
     def gradient_norm(self) -> Scalar:
         r"""Return $\lVert\phi^\top r\rVert$, computed from the eigenvalues."""
@@ -350,28 +281,14 @@ class Spectrum(eqx.Module):
         return self.project(_tree.divided(flat, _tree.norm(flat))) ** 2
 
     def _flat(self, outputs: PyTree[Array]) -> Float[Array, " m"]:
-        if self._origin is None:  # of some eigenpairs only
-            check_real("The residual", outputs)
-            return ravel_pytree(outputs)[0]
-        return self._origin.jacobian.codomain.ravel(outputs)
+        return self._vectors.jacobian.codomain.ravel(outputs)
+
+    @property
+    def _is_of_gram(self) -> bool:
+        """Whether these are all eigenpairs of a Gram matrix, which loses small ones."""
+        vectors = self._vectors
+        return vectors.are_all and (vectors.left is None or vectors.right is None)
 
     def finite(self) -> Array:
         """Whether the Jacobian and the residual were finite."""
         return _tree.all_finite((self.eigenvalues, self.coefficients))
-
-
-def size_of(w: Float[Array, " k"], chosen: Bool[Array, " k"], push: Callable) -> Scalar:
-    """Estimate the root of the sum of the true eigenvalues of the `chosen` eigenvectors,
-    relative to the largest one.
-
-    - `push`: returns the product of the Jacobian with a sum of eigenvectors.
-    """
-    probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
-    pushed = jax.vmap(push)(jnp.where(chosen[None], probes, 0))
-    return jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * jnp.max(w)))
-
-
-def least_size(w: Float[Array, " k"]) -> float:
-    """Return the size of products with eigenvectors, relative to the largest singular
-    value, up to which they may be rounding."""
-    return _ZERO * w.size**0.5 * float(jnp.finfo(w.dtype).eps) ** (3 / 4)

@@ -14,9 +14,10 @@ from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian, Cost
 from .._linear_algebra import _lapack, _small_svd
 from .._linear_algebra._derivatives import with_derivative_of
+from .._linearisation._eigenvectors import Eigenvectors
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, least_size, Origin, size_of
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..spectra import leading
 
@@ -55,27 +56,35 @@ class Eigenbasis(eqx.Module):
     - `coefficients`: $c$.
     - `squares`: $(U^\top r)^2$.
     - `outside`: the squared norm of the part of the residual outside the span of $U$.
-    - `vectors`: $U$, m x m, or $V$, p x k.
     - `rounding`: the error of the eigenvalues that are close to zero.
-    - `residual`: $r$, or `None` if only the leading eigenpairs are known. Eigenvectors
+    - `vectors`: $U$ or $V$, and $U$ beside $V$ if it is the smaller one. Eigenvectors
         have no derivatives where eigenvalues are equal, for example zero. Results that
-        follow from all eigenpairs do, and are then differentiated by their formula.
-    - `left`: $U$ beside $V$, for these derivatives on the smaller side; `None` if
-        `vectors` are on it.
+        follow from all eigenpairs do, and are differentiated by their formula, on the
+        smaller side.
+    - `residual`: $r$.
     """
 
     eigenvalues: Float[Array, " k"]
     coefficients: Float[Array, " k"]
     squares: Float[Array, " k"]
     outside: Scalar
-    vectors: Float[Array, "n k"]
     rounding: Scalar
-    jacobian: AbstractJacobian
-    on_outputs: bool = eqx.field(static=True)
-    residual: Float[Array, " m"] | None = None
-    left: Float[Array, "m m"] | None = None
+    vectors: Eigenvectors
+    residual: Float[Array, " m"]
 
     moves: ClassVar[bool] = True  # whether the mean differs from the model's output
+
+    @property
+    def of_kernel(self) -> bool:
+        r"""Whether these are eigenpairs of the kernel, so that $V$ is unknown."""
+        return self.vectors.right is None
+
+    @property
+    def columns(self) -> Float[Array, "n k"]:
+        r"""$V$ if it is known, and $U$ if not."""
+        known = self.vectors.left if self.of_kernel else self.vectors.right
+        assert known is not None
+        return known
 
     @staticmethod
     def fits(jacobian: AbstractJacobian) -> bool:
@@ -85,13 +94,13 @@ class Eigenbasis(eqx.Module):
 
     @staticmethod
     def of(problem: Quadratic) -> "Eigenbasis":
-        m, p = problem.jacobian.shape
-        if _singular_values_pay(problem.jacobian.cost()):
+        jacobian = problem.jacobian
+        m, p = jacobian.shape
+        if _singular_values_pay(jacobian.cost()):
             return _by_singular_values(problem)
-        if m <= p:
-            return _by_kernel(problem)
-        w, v = _lapack.eigh(problem.jacobian.curvature())
-        return _by_vectors(problem, w, v, jnp.finfo(w.dtype).eps * w[-1])
+        w, vectors = _lapack.eigh(jacobian.gram() if m <= p else jacobian.curvature())
+        of_pairs = _of_kernel if m <= p else _of_curvature
+        return of_pairs(problem, w, vectors, jnp.finfo(w.dtype).eps * w[-1])
 
     @staticmethod
     def of_rank(problem: Quadratic, point: PyTree[Array], rank: int) -> "Eigenbasis":
@@ -100,7 +109,7 @@ class Eigenbasis(eqx.Module):
         pairs = leading(lin, rank, tolerance=_TOLERANCE)
         rows = jax.vmap(lambda x: ravel_pytree(x)[0])(pairs.on_parameters())
         rounding = jnp.finfo(rows.dtype).eps * pairs.eigenvalues[0]
-        return _by_vectors(problem, pairs.eigenvalues, rows.T, rounding)
+        return _of_curvature(problem, pairs.eigenvalues, rows.T, rounding)
 
     def predicted(
         self, other: AbstractJacobian, damping: Scalar
@@ -130,18 +139,11 @@ class Eigenbasis(eqx.Module):
     def hidden(self) -> Scalar:
         """Return the part of the squared residual along eigenvectors whose eigenvalues
         rounding hides; zero if products with the Jacobian show that these are zero."""
-        w, jacobian = self.eigenvalues, self.jacobian
+        w = self.eigenvalues
         hidden = w <= self.cutoff
         part, whole = jnp.where(hidden, self.squares, 0), jnp.sum(self.squares)
         part = _tree.quotient(jnp.sum(part), self.outside + whole, jnp.any(part > 0))
-
-        def push(z: Float[Array, " k"]) -> PyTree[Array]:
-            vector = matmul(self.vectors, z)
-            if self.on_outputs:
-                return jacobian.pull_back(vector)
-            return jacobian.push_forward(jacobian.domain.unravel(vector))
-
-        are_zero = size_of(w, hidden, push) <= least_size(w)
+        are_zero = self.vectors.size_of(w, hidden) == 0
         if jnp.finfo(w.dtype).bits < 64:  # What singular values hide may be more there.
             are_zero &= self.rounding > _tree.eps(w) ** 1.5 * jnp.max(w)
         return jnp.where(are_zero, 0, part)
@@ -158,13 +160,13 @@ class Eigenbasis(eqx.Module):
 
     def seen_from(self, other: AbstractJacobian) -> Float[Array, "n k"]:
         """Return B for the outputs of another Jacobian."""
-        if self.on_outputs:
-            return matmul(other.gram_with(self.jacobian), self.vectors)
+        if self.of_kernel:
+            return matmul(other.gram_with(self.vectors.jacobian), self.columns)
         if other.cost().rows_fit:
-            return matmul(other.as_matrix(), self.vectors)
+            return matmul(other.as_matrix(), self.columns)
         unravel = other.domain.unravel
         push = lambda v: other.push_forward(unravel(v))
-        return other.chunked(push, self.vectors.T).T
+        return other.chunked(push, self.columns.T).T
 
     def variance(
         self, other: AbstractJacobian, seen: Float[Array, "n k"], damping: Scalar
@@ -178,19 +180,19 @@ class Eigenbasis(eqx.Module):
         self, other: AbstractJacobian, seen: Float[Array, "n k"], damping: Scalar
     ) -> Float[Array, " n"]:
         w = self.eigenvalues
-        if self.on_outputs:
+        if self.of_kernel:
             along = seen / (w + damping)[None]
-            if not _rows_pay(self.jacobian, other):
+            if not _rows_pay(self.vectors.jacobian, other):
                 gained = jnp.sum(seen * along, axis=1)
                 return other.squared_rows().astype(w.dtype) - gained
-            combined = matmul(along, self.vectors.T)
-            return _left(self.jacobian, other, combined, damping)
+            combined = matmul(along, self.columns.T)
+            return _left(self.vectors.jacobian, other, combined, damping)
         left = jnp.sum(seen**2 * (damping / (w + damping))[None], axis=1)
-        p, k = self.vectors.shape
+        p, k = self.columns.shape
         if k == p:
             return left
         if other.cost().rows_fit:
-            unseen = other.as_matrix() - matmul(seen, self.vectors.T)
+            unseen = other.as_matrix() - matmul(seen, self.columns.T)
             return left + jnp.sum(unseen**2, axis=1)
         unseen = other.squared_rows().astype(w.dtype) - jnp.sum(seen**2, axis=1)
         return left + jnp.maximum(unseen, 0)
@@ -202,24 +204,24 @@ class Eigenbasis(eqx.Module):
         root = jnp.sqrt(self.eigenvalues + damping)
         # (1 - sqrt(lambda / (w + lambda))) / w without cancellation
         lost = 1 / ((root + jnp.sqrt(damping)) * root)
-        if self.on_outputs:
-            along = matmul(self.vectors.T, self.jacobian.push_forward(normal))
-            change = self.jacobian.pull_back(matmul(self.vectors, lost * along))
+        if self.of_kernel:
+            along = matmul(self.columns.T, self.vectors.jacobian.push_forward(normal))
+            change = self.vectors.jacobian.pull_back(matmul(self.columns, lost * along))
         else:
             flat, unravel = ravel_pytree(normal)
-            along = self.eigenvalues * lost * matmul(self.vectors.T, flat)
-            change = unravel(matmul(self.vectors, along))
+            along = self.eigenvalues * lost * matmul(self.columns.T, flat)
+            change = unravel(matmul(self.columns, along))
         return _tree.axpy(-1, change, normal)
 
     def inverse_norm(self, vector: PyTree[Array], damping: Scalar) -> Scalar:
         r"""Return $\lambda\,g^\top(\phi^\top\phi + \lambda I)^{-1} g$ for a `vector` $g$
         like the parameters."""
         flat, w = ravel_pytree(vector)[0], self.eigenvalues
-        if self.on_outputs:
-            pushed = matmul(self.vectors.T, self.jacobian.push_forward(vector))
+        if self.of_kernel:
+            pushed = matmul(self.columns.T, self.vectors.jacobian.push_forward(vector))
             along = _tree.quotient(pushed**2, w, w > self.cutoff)
         else:
-            along = matmul(self.vectors.T, flat) ** 2
+            along = matmul(self.columns.T, flat) ** 2
         inside = jnp.sum(along * (w / (w + damping)))
         return jnp.maximum(_squared_norm(flat, w.dtype) - inside, 0)
 
@@ -231,12 +233,9 @@ class Eigenbasis(eqx.Module):
 
     def _by_formula(self, formula: Callable, value: Array, *args: Any) -> Array:
         """Return a value, with a formula's derivatives if all eigenpairs are known."""
-        if self.residual is None:
+        if not self.vectors.are_all:
             return value
-        on_outputs = self.on_outputs or self.left is not None
-        vectors = self.vectors if self.left is None else self.left
-        origin = Origin(self.jacobian, self.residual, vectors, on_outputs)
-        return with_derivative_of(formula, value, origin, self.eigenvalues, *args)
+        return with_derivative_of(formula, value, self, *args)
 
 
 class _Resolved(eqx.Module):
@@ -309,36 +308,31 @@ def _by_singular_values(problem: Quadratic) -> Eigenbasis:
         coefficients=s * along,
         squares=along**2,
         outside=outside,
-        vectors=vt.T,
         rounding=smallest**2,
-        jacobian=jacobian,
-        on_outputs=False,
+        vectors=Eigenvectors(jacobian, u if len(u) <= vt.shape[1] else None, vt.T),
         residual=residual,
-        left=u if len(u) <= len(vt.T) else None,
     )
 
 
-def _by_kernel(problem: Quadratic) -> Eigenbasis:
-    jacobian, residual = problem.jacobian, problem.flat_residual()
-    w, u = _lapack.eigh(jacobian.gram())
+def _of_kernel(
+    problem: Quadratic, w: Float[Array, " m"], u: Float[Array, "m m"], rounding: Scalar
+) -> Eigenbasis:
+    residual = problem.flat_residual()
     along = matmul(u.T, residual).astype(w.dtype)
     return Eigenbasis(
         eigenvalues=jnp.maximum(w, 0),
         coefficients=along,
         squares=along**2,
         outside=jnp.zeros((), w.dtype),
-        vectors=u,
-        rounding=jnp.finfo(w.dtype).eps * w[-1],
-        jacobian=jacobian,
-        on_outputs=True,
+        rounding=rounding,
+        vectors=Eigenvectors(problem.jacobian, left=u),
         residual=residual,
     )
 
 
-def _by_vectors(
+def _of_curvature(
     problem: Quadratic, w: Float[Array, " k"], v: Float[Array, "p k"], rounding: Scalar
 ) -> Eigenbasis:
-    """Return the basis of eigenpairs of the curvature."""
     jacobian, residual = problem.jacobian, problem.flat_residual()
     gradient, unravel = ravel_pytree(jacobian.pull_back(residual))
     coefficients = matmul(v.T, gradient).astype(w.dtype)
@@ -350,11 +344,9 @@ def _by_vectors(
         coefficients=coefficients,
         squares=inside * coefficients,
         outside=_squared_norm(residual - reached, w.dtype),
-        vectors=v,
         rounding=rounding,
-        jacobian=jacobian,
-        on_outputs=False,
-        residual=residual if len(w) == len(v) else None,
+        vectors=Eigenvectors(jacobian, right=v),
+        residual=residual,
     )
 
 
@@ -366,20 +358,22 @@ def _squared_norm(vector: Float[Array, " m"], dtype) -> Scalar:
 
 
 def _change(
-    origin: Origin, w: Float[Array, " k"], other: AbstractJacobian, filter: Filter
+    basis: Eigenbasis, other: AbstractJacobian, filter: Filter
 ) -> Float[Array, " n"]:
-    if origin.on_outputs:
-        of_residual = origin.filtered(filter, w, origin.residual)
-        return -matmul(other.gram_with(origin.jacobian), of_residual)
-    return other.push_forward(origin.step(filter, w))
+    vectors, w, residual = basis.vectors, basis.eigenvalues, basis.residual
+    if vectors.on_outputs:
+        of_residual = vectors.filtered(filter, w, residual)
+        return -matmul(other.gram_with(vectors.jacobian), of_residual)
+    return other.push_forward(vectors.step(residual, filter, w))
 
 
 def _variance(
-    origin: Origin, w: Float[Array, " k"], other: AbstractJacobian, filter: Tikhonov
+    basis: Eigenbasis, other: AbstractJacobian, filter: Tikhonov
 ) -> Float[Array, " n"]:
-    jacobian, on_outputs = origin.jacobian, origin.on_outputs
+    vectors, w = basis.vectors, basis.eigenvalues
+    jacobian, on_outputs = vectors.jacobian, vectors.on_outputs
     seen = other.gram_with(jacobian) if on_outputs else other.as_matrix()
-    combined = jax.vmap(lambda row: origin.filtered(filter, w, row))(seen)
+    combined = jax.vmap(lambda row: vectors.filtered(filter, w, row))(seen)
     if on_outputs and _rows_pay(jacobian, other):
         damping = jnp.asarray(filter.damping, combined.dtype)
         return _left(jacobian, other, combined, damping)
@@ -387,10 +381,10 @@ def _variance(
     return other.squared_rows() - each if on_outputs else each * filter.damping
 
 
-def _misfit(origin: Origin, w: Float[Array, " k"], filter: Tikhonov) -> Scalar:
-    residual = origin.residual
-    if origin.on_outputs:
-        return jnp.sum(residual * origin.filtered(filter, w, residual))
-    gradient, _ = ravel_pytree(origin.jacobian.pull_back(residual))
-    inside = jnp.sum(gradient * origin.filtered(filter, w, gradient))
+def _misfit(basis: Eigenbasis, filter: Tikhonov) -> Scalar:
+    vectors, w, residual = basis.vectors, basis.eigenvalues, basis.residual
+    if vectors.on_outputs:
+        return jnp.sum(residual * vectors.filtered(filter, w, residual))
+    gradient, _ = ravel_pytree(vectors.jacobian.pull_back(residual))
+    inside = jnp.sum(gradient * vectors.filtered(filter, w, gradient))
     return (jnp.sum(residual**2) - inside) / filter.damping
