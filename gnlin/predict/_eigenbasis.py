@@ -97,10 +97,13 @@ class Eigenbasis(eqx.Module):
         jacobian = problem.jacobian
         m, p = jacobian.shape
         if _singular_values_pay(jacobian.cost()):
-            return _by_singular_values(problem)
+            u, s, vt = _small_svd.svd(jacobian.as_matrix())
+            least = _ZERO * jnp.finfo(s.dtype).eps * s[0]
+            w = jnp.where(s <= least, 0, s) ** 2
+            return _of_kernel(problem, w, u, least**2, vt.T)
         w, vectors = _lapack.eigh(jacobian.gram() if m <= p else jacobian.curvature())
         of_pairs = _of_kernel if m <= p else _of_curvature
-        return of_pairs(problem, w, vectors, jnp.finfo(w.dtype).eps * w[-1])
+        return of_pairs(problem, w, vectors, _tree.eps(w) * w[-1])
 
     @staticmethod
     def of_rank(problem: Quadratic, point: PyTree[Array], rank: int) -> "Eigenbasis":
@@ -294,38 +297,25 @@ def _left(
     return squares + damping * jnp.sum(combined**2, axis=1)
 
 
-def _by_singular_values(problem: Quadratic) -> Eigenbasis:
-    jacobian, residual = problem.jacobian, problem.flat_residual()
-    u, s, vt = _small_svd.svd(jacobian.as_matrix())
-    smallest = _ZERO * jnp.finfo(s.dtype).eps * s[0]
-    s = jnp.where(s <= smallest, 0, s)
-    along = matmul(u.T, residual).astype(s.dtype)
-    outside = jnp.zeros((), s.dtype)
-    if len(residual) > s.size:
-        outside = _squared_norm(residual - matmul(u, along), s.dtype)
-    return Eigenbasis(
-        eigenvalues=s**2,
-        coefficients=s * along,
-        squares=along**2,
-        outside=outside,
-        rounding=smallest**2,
-        vectors=Eigenvectors(jacobian, u if len(u) <= vt.shape[1] else None, vt.T),
-        residual=residual,
-    )
-
-
 def _of_kernel(
-    problem: Quadratic, w: Float[Array, " m"], u: Float[Array, "m m"], rounding: Scalar
+    problem: Quadratic,
+    w: Float[Array, " k"],
+    u: Float[Array, "m k"],
+    rounding: Scalar,
+    v: Float[Array, "p k"] | None = None,
 ) -> Eigenbasis:
+    """Return the basis of eigenpairs of the kernel, also where $V$ is known, too."""
     residual = problem.flat_residual()
     along = matmul(u.T, residual).astype(w.dtype)
+    spans_all = w.size == len(residual)
+    outside = 0 if spans_all else _squared_norm(residual - matmul(u, along), w.dtype)
     return Eigenbasis(
         eigenvalues=jnp.maximum(w, 0),
-        coefficients=along,
+        coefficients=along if v is None else jnp.sqrt(w) * along,
         squares=along**2,
-        outside=jnp.zeros((), w.dtype),
+        outside=jnp.asarray(outside, w.dtype),
         rounding=rounding,
-        vectors=Eigenvectors(problem.jacobian, left=u),
+        vectors=Eigenvectors(problem.jacobian, u if spans_all else None, v),
         residual=residual,
     )
 
