@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, Scalar
+from jaxtyping import Array, PyTree
 
 from ._base import (
     AbstractLoss,
@@ -16,7 +16,6 @@ from ._base import (
     Reduction,
     with_numbers,
 )
-from ._factors import AbstractFactor
 
 
 class Numbered(NamedTuple):
@@ -24,6 +23,18 @@ class Numbered(NamedTuple):
 
     targets: PyTree[Array]
     numbers: Array
+
+
+def _of_each_example(name: str) -> Callable:
+    """Return a method of `OfExamples`, whose last argument is the target of one example:
+    it calls the loss's method of this name with the example's number in the loss."""
+
+    def method(self: "OfExamples", *args):
+        *outputs, target = args
+        loss = with_numbers(self.loss, target.numbers)
+        return getattr(loss, name)(*outputs, target.targets)
+
+    return method
 
 
 class OfExamples(AbstractLoss):
@@ -36,36 +47,13 @@ class OfExamples(AbstractLoss):
     loss: AbstractLoss
     reduction: Reduction | None = None
 
-    def _at(self, target: Numbered) -> tuple[AbstractLoss, PyTree[Array]]:
-        return with_numbers(self.loss, target.numbers), target.targets
-
-    def value(self, outputs: PyTree[Array], target: Numbered) -> Scalar:
-        loss, target = self._at(target)
-        return loss.value(outputs, target)
-
-    def gradient(self, outputs: PyTree[Array], target: Numbered) -> PyTree[Array]:
-        loss, target = self._at(target)
-        return loss.gradient(outputs, target)
-
-    def factor(self, outputs: PyTree[Array], target: Numbered) -> AbstractFactor:
-        loss, target = self._at(target)
-        return loss.factor(outputs, target)
-
-    def decrease(self, outputs, new_outputs, target: Numbered) -> Scalar:
-        loss, target = self._at(target)
-        return loss.decrease(outputs, new_outputs, target)
-
-    def plain(self, outputs: PyTree[Array], target: Numbered) -> PyTree[Array]:
-        loss, target = self._at(target)
-        return loss.plain(outputs, target)
-
-    def target_weights(self, target: Numbered) -> Array:
-        loss, target = self._at(target)
-        return loss.target_weights(target)
-
-    def left_out(self, outputs: PyTree[Array], target: Numbered) -> Scalar:
-        loss, target = self._at(target)
-        return loss.left_out(outputs, target)
+    value = _of_each_example("value")
+    gradient = _of_each_example("gradient")
+    factor = _of_each_example("factor")
+    decrease = _of_each_example("decrease")
+    plain = _of_each_example("plain")
+    target_weights = _of_each_example("target_weights")
+    left_out = _of_each_example("left_out")
 
     @property
     def has_observed_factor(self) -> bool:
@@ -78,7 +66,7 @@ class OfExamples(AbstractLoss):
                 f"targets, and says nothing about other data: {in_targets(self.loss)}."
             )
         check_shapes(outputs, targets.targets)
-        loss, targets = self._at(targets)
+        loss, targets = with_numbers(self.loss, targets.numbers), targets.targets
         # All values as one example, whose numbers these are
         of_one = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
         loss.check(
