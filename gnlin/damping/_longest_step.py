@@ -14,6 +14,7 @@ from .._common._checks import (
     check_flag,
     check_fraction,
 )
+from .._subproblem import AbstractSubproblem
 from ._base import AbstractFromFirst, Kept, Trial
 from ._nielsen import nielsen_factor
 
@@ -62,12 +63,13 @@ class _Edge(Kept):
     move: Float[Array, ""]  # factor to the next damping while `low` or `high` is missing
     number: Int[Array, ""]  # trials at this linearisation
     length: Float[Array, ""]  # of the last step taken; negative before the first trial
-    next_length: Float[Array, ""]  # of the step to take at this linearisation
+    next_length: Float[Array, ""]  # of the step to take here, at first `length`
     next_damping: Float[Array, ""]  # where the search begins at the next linearisation
     real: Bool[Array, ""]  # whether some step lowers the loss by more than rounding
     gain: Float[Array, ""]  # part of the largest possible decrease that was taken
     boldness: Float[Array, ""]  # factor between the damping and that of a detour
     leaves: Bool[Array, ""]  # whether the next trial is the start of a detour
+    is_over: Bool[Array, ""]  # whether the search at this linearisation is
 
 
 class LongestStep(AbstractFromFirst):
@@ -132,13 +134,25 @@ class LongestStep(AbstractFromFirst):
             move=_MOVE * one,
             number=none,
             length=-one,
-            next_length=zero,
-            next_damping=zero,
+            next_length=-one,
+            next_damping=-one,
             real=no,
             gain=zero,
             boldness=_BOLD * one,
             leaves=no,
+            is_over=no,
         )
+
+    def begin(self, state: _Edge, subproblem: AbstractSubproblem) -> Kept:
+        another = dataclasses.replace(
+            self.init(state.length.dtype),
+            damping=state.next_damping,
+            length=state.next_length,
+            next_length=state.next_length,
+            next_damping=state.next_damping,
+            boldness=state.boldness,
+        )
+        return super().begin(another, subproblem)
 
     def _excess(self, state: _Edge, trial: Trial) -> Float[Array, ""]:
         """Return the length of a step over the largest length."""
@@ -194,7 +208,7 @@ class LongestStep(AbstractFromFirst):
         move = jnp.where(number > 1, move, state.move)
         is_first = (state.length < 0) & jnp.isfinite(trial.length)
         length = jnp.where(is_first, trial.length, state.length)
-        on = dataclasses.replace(
+        searched = dataclasses.replace(
             state,
             damping=damping,
             low=low,
@@ -206,45 +220,32 @@ class LongestStep(AbstractFromFirst):
             next_damping=next_damping,
             real=real,
             gain=gain,
-            leaves=jnp.array(False),
+            is_over=found,
         )
-        # Once the search is over, the next linearisation begins another.
-        over = dataclasses.replace(
-            self.init(low.dtype),
-            damping=next_damping,
-            length=next_length,
-            next_damping=next_damping,
-            boldness=state.boldness,
-        )
-        if not self.detours:
-            return _tree.where(found, over, on)
-        return self._with_detours(state, trial, found, over, on)
+        return self._with_detours(state, trial, searched) if self.detours else searched
 
-    def _with_detours(
-        self, state: _Edge, trial: Trial, found: Bool[Array, ""], over: _Edge, on: _Edge
-    ) -> _Edge:
-        """Return the state after a trial: `over` if the search has `found` the step here,
-        else `on`, unless a detour begins or ends."""
-        replace = dataclasses.replace
+    def _with_detours(self, state: _Edge, trial: Trial, searched: _Edge) -> _Edge:
+        """Return the state after a trial, `searched` if no detour begins or ends."""
+        replace, found = dataclasses.replace, searched.is_over
         back = trial.on_detour & found
-        lost = trial.on_detour & jnp.isinf(on.high) & (on.number >= _MOST_ON_DETOUR)
-        slow = found & ~trial.on_detour & (on.gain < _SLOW)
+        lost = trial.on_detour & jnp.isinf(searched.high)
+        lost &= searched.number >= _MOST_ON_DETOUR
+        slow = found & ~trial.on_detour & (searched.gain < _SLOW)
         leaves = slow & (state.boldness >= _TIMID)
         cases = [back, lost, slow & ~leaves]
         factor = jnp.select(cases, [_BOLDER, _LESS_BOLD, _RECOVERS], 1.0)
         boldness = jnp.clip(state.boldness * factor, 1, _BOLDEST)
-        length = jnp.where(found, over.length, on.length)
-        over = replace(over, length=length, boldness=boldness.astype(length.dtype))
-        start = replace(on, damping=on.high / state.boldness, leaves=leaves)
-        new = _tree.where(leaves, start, _tree.where(found | lost, over, on))
-        after_start = replace(
-            over,
-            damping=state.next_damping,
-            next_damping=state.next_damping,
-            length=jnp.where(trial.accepted, trial.length, state.next_length),
-            boldness=state.boldness,
+        searched = replace(
+            searched,
+            damping=jnp.where(leaves, searched.high / state.boldness, searched.damping),
+            boldness=boldness.astype(state.boldness.dtype),
+            leaves=leaves,
+            is_over=(found | lost) & ~leaves,
         )
-        return _tree.where(state.leaves, after_start, new)
+        # The start of a detour is the last trial. What the search has found stays.
+        next_length = jnp.where(trial.accepted, trial.length, state.next_length)
+        started = replace(state, next_length=next_length, is_over=jnp.array(True))
+        return _tree.where(state.leaves, started, searched)
 
     def goes_on(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
-        return state.number > 0
+        return ~state.is_over
