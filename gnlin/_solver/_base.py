@@ -196,11 +196,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     ) -> tuple[PyTree[Array], State]:
         """Return the point and the state after an update, unless the run is over at the
         linearisation."""
-        num_steps = state.counts.num_feature_updates
         dtype, detour = state.report.loss.dtype, self.detour(state)
-        here = self.outputs_of_run(lin, state)
+        here, no = self.outputs_of_run(lin, state), jnp.array(False)
         loss = objective.value(here).astype(dtype)
-        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
+        new_loss = objective.value(update.outputs).astype(dtype)
+        is_first = state.counts.num_feature_updates == 0
+        first_loss = jnp.where(is_first, loss, state.first_loss)
         state = dataclasses.replace(state, first_loss=first_loss)
         step = jax.tree.map(jnp.subtract, update.y, lin.point)
         gradient_norm, step_norm = update.gradient_norm, update.step_norm
@@ -208,11 +209,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
         if step_norm is None:
             step_norm = _tree.norm(step)
-        no = jnp.array(False)
-        new_loss, broken = objective.value(update.outputs).astype(dtype), no
-        if not update.searched:  # A search accepts finite points only.
-            finite = _tree.all_finite((new_loss, update.y, update.outputs))
-            broken = ~finite & (update.result == optx.RESULTS.successful)
         memory = update.memory
         if same_examples:
             where = lin, here, no if detour is None else detour.is_on
@@ -224,9 +220,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             state = dataclasses.replace(state, settled=no, result=update.result)
             if detour is not None:  # Losses of other examples cannot judge a detour.
                 memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
-        # Stay here if the run has converged, or if the new point is not finite.
-        over = arrived & (num_steps > 0)
-        stays, one = over | broken, jnp.where(over, 0, 1)
+        broken = no
+        if not update.searched:  # A search accepts finite points only.
+            finite = _tree.all_finite((new_loss, update.y, update.outputs))
+            broken = ~finite & (update.result == optx.RESULTS.successful)
+        needless = arrived & ~is_first  # A run that starts at a minimum takes one step.
+        stays = needless | broken
+        if self.retraction is not None:  # It may not be finite for a step of zero.
+            stays |= ~_tree.all_finite(update.y)
         report = Report(
             loss=jnp.where(stays, loss, new_loss),
             gradient_norm=gradient_norm.astype(dtype),
@@ -234,13 +235,15 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
+        accepted = jnp.where(broken, 0, update.num_accepted)
+        rejected = jnp.where(broken, 1, update.num_rejected)
         counts = state.counts.plus(
-            one,
+            jnp.where(needless, 0, 1),
             update.num_inner_steps,
             update.passes.jvps,
             update.passes.vjps,
-            one * jnp.where(broken, 0, update.num_accepted),
-            one * jnp.where(broken, 1, update.num_rejected),
+            jnp.where(needless, 0, accepted),
+            jnp.where(needless, 0, rejected),
         )
         new = dataclasses.replace(
             state,
@@ -251,8 +254,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             terminate=update.terminate | arrived,
             result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, state.result),
         )
-        if self.retraction is not None:  # It may not be finite for a step of zero.
-            stays = stays | ~_tree.all_finite(update.y)
         return _tree.where(stays, lin.point, update.y), new
 
     def detour(self, state: State) -> Detour | None:
