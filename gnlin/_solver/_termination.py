@@ -69,14 +69,13 @@ def verdict(
         problem = objective.expand(lin)
         # The solver has computed the same gradient, so XLA merges the two.
         problem = dataclasses.replace(problem, slope=problem.gradient())
-
-    now, then = map(objective.residual, (update.outputs, here))
+    before, after = map(objective.residual, (here, update.outputs))
 
     def look():
         left = step if update.left is None else update.left
         highest = first_loss
         if objective.is_quadratic:  # The first loss may be the outputs' rounding alone.
-            highest += (_ROUNDINGS * _tree.eps(then)) ** 2 * zero_loss
+            highest += (_ROUNDINGS * _tree.eps(before)) ** 2 * zero_loss
         return has_arrived(
             problem,
             _as_in(problem, lin.point),
@@ -90,7 +89,7 @@ def verdict(
 
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
     if objective.is_quadratic:  # If squares of the residuals underflow, all losses are 0.
-        arrived &= (first_loss != 0) | ~_tree.any_nonzero(then)
+        arrived &= (first_loss != 0) | ~_tree.any_nonzero(before)
     else:
         # A loss such as 1 - p has the rounding of what it subtracts. A run that fell
         # below it and stands still has nothing left to gain. From a bad start the first
@@ -106,29 +105,35 @@ def verdict(
     # Single steps may gain less than the rounding while their sum gains more.
     still_loss = jnp.where(state.num_still == 0, loss, state.still_loss)
     quiet = (jnp.abs(gained) <= rounding) & (still_loss - loss <= rounding)
-    is_rounding = jnp.array(False)
-    if update.problem is not None and objective.is_quadratic:
-        # Residuals of an exact solution are rounding, which changes in each step. Those
-        # before the step must be, too, because a step from larger ones may have left
-        # some error.
-        error = _ROUNDINGS * rounding_of_outputs(update.problem, point)
-        is_rounding = jnp.maximum(_tree.norm(now), _tree.norm(then)) <= error
-    small, moves = _size_of_step(solver, atol, update.y, step, now, then, is_rounding)
-    if update.problem is None and objective.is_quadratic and not update.searched:
-        # A step also counts as small if the outputs' rounding hides its decrease. In
-        # single precision, a linear problem whose residuals vanish then converges in
-        # three steps. Without this rule it makes all that are allowed. Errors of single
-        # outputs are independent, so that the loss sees the root of their mean square.
+
+    # A step is small if it is within the tolerances, or if rounding hides what it does.
+    sizes = _size_of_step(solver, atol, update.y, step, before, after)
+    small_change, small_step, moves = sizes
+    hidden = jnp.array(False)
+    if update.problem is not None:
+        if objective.is_quadratic:
+            # Residuals of an exact solution are rounding, which changes in each step.
+            # Those before the step must be, too, because a step from larger ones may have
+            # left some error.
+            error = _ROUNDINGS * rounding_of_outputs(update.problem, point)
+            largest = jnp.maximum(_tree.norm(before), _tree.norm(after))
+            small_change |= largest <= error
+        if update.attainable is not None:
+            # Rounding hides all that could be gained, and the change of each output. In
+            # single precision, poorly determined parameters of a fit move by more than
+            # the tolerances for ever.
+            hidden = quiet & (update.attainable <= rounding)
+            hidden &= _are_alike(here, update.outputs)
+    elif objective.is_quadratic and not update.searched:
+        # The outputs' rounding hides the decrease. In single precision, a linear problem
+        # whose residuals vanish then converges in three steps. Without this rule it makes
+        # all that are allowed.
         zeros = objective.residual(_tree.zeros_like(here))
-        outputs = jax.tree.map(jnp.subtract, then, zeros)
-        size = (_tree.norm(outputs) / _tree.size(outputs) ** 0.5).astype(loss.dtype)
-        small |= jnp.abs(gained) <= _rounding(loss, _tree.eps(then) * size)
-    if update.problem is not None and update.attainable is not None:
-        # So does a step that changes no output by more than rounding, where rounding
-        # hides all that could be gained. In single precision, poorly determined
-        # parameters of a fit move by more than the tolerances for ever.
-        promises_little = quiet & (update.attainable <= rounding)
-        small |= promises_little & _are_alike(here, update.outputs)
+        outputs = jax.tree.map(jnp.subtract, before, zeros)
+        size = _root_mean_square(_tree.norm(outputs), _tree.size(outputs))
+        error = _tree.eps(outputs) * size.astype(loss.dtype)
+        hidden = jnp.abs(gained) <= _rounding(loss, error)
+    small = (small_change & small_step) | hidden
     # After a search whose step moves nothing, the next linearisation would be this one.
     more = jnp.where(moves, 1, _MOST_STILL) if update.searched else 1
     more = jnp.where(on_detour, 0, more)
@@ -178,18 +183,14 @@ def _size_of_step(
     atol: Scalar,
     y: PyTree[Array],
     step: PyTree[Array],
-    residual: PyTree[Array],
-    old_residual: PyTree[Array],
-    is_rounding: Bool[Array, ""],
-) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
-    """Whether a step was within the tolerances for each parameter and for the norm of
-    the residuals, and whether it has changed a parameter. The relative tolerance is at
-    least 4 eps.
-
-    - `is_rounding`: whether the residuals are no larger than their rounding.
-    """
-    eps = _tree.eps((y, residual))
-    change = jax.tree.map(jnp.subtract, residual, old_residual)
+    before: PyTree[Array],
+    after: PyTree[Array],
+) -> tuple[Bool[Array, ""], Bool[Array, ""], Bool[Array, ""]]:
+    """Whether a step to `y` was within the tolerances for the norm of the residuals, and
+    for each parameter, and whether it has changed a parameter. The relative tolerance is
+    at least 4 eps."""
+    eps = _tree.eps((y, after))
+    change = jax.tree.map(jnp.subtract, after, before)
 
     def norm(tree):
         return solver.norm(_tree.promoted(tree))
@@ -199,13 +200,12 @@ def _size_of_step(
         scale = jnp.asarray(atol, x.dtype) + rtol * size
         return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
 
-    small_change = relative(norm(change), norm(residual)) < 1
+    small_change = relative(norm(change), norm(after)) < 1
     of_y = _tree.cast_like(step, y)
-    each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
+    size = norm(jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y))
     # A finite step may lead to a point that is not finite.
-    size = norm(each)
     small_step = (size < 1) & _tree.all_finite(y)
-    return (small_change | is_rounding) & small_step, size != 0
+    return small_change, small_step, size != 0
 
 
 def has_arrived(
@@ -253,7 +253,7 @@ def has_arrived(
     step = _tree.cast_like(left, point)
     along = _tree.dot(_tree.joined(step), gradient).astype(dtype)
     change = _tree.norm(quadratic.jacobian.mv(step)).astype(dtype)
-    size = _size(norms, _tree.joined(point)).astype(dtype)
+    error = eps * _size(norms, _tree.joined(point)).astype(dtype)
     predicted = jnp.maximum(-along - 0.5 * change**2, 0)
 
     # For squared error this is the residual's norm.
@@ -261,9 +261,9 @@ def has_arrived(
     allowed = jnp.asarray(atol, dtype)
     allowed += jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * residual
     # A smaller change of the residual is lost in the rounding of the loss.
-    lost = jnp.sqrt(2 * _rounding(loss, eps * size))
+    lost = jnp.sqrt(2 * _rounding(loss, error))
     allowed = jnp.maximum(allowed, jnp.minimum(lost, _STEEP * residual))
-    rounding = _ROUNDINGS * eps * size
+    rounding = _ROUNDINGS * error
     # A residual below its own rounding may rise by rounding.
     has_fallen = (loss <= highest) | (residual <= rounding)
     known = has_fallen | (rounding <= allowed)
@@ -350,15 +350,19 @@ def rounding_of_loss(
     """
     if quadratic is None:
         return _rounding(loss, jnp.zeros_like(loss))
-    # Errors of single outputs are independent, so that the loss sees the root of their
-    # mean square. With their norm instead, a network in single precision stops at a loss
-    # of 0.32, which falls to 0.29.
     error = rounding_of_outputs(quadratic, point).astype(loss.dtype)
-    of_outputs = _rounding(loss, error / quadratic.jacobian.shape[0] ** 0.5)
+    of_outputs = _rounding(loss, _root_mean_square(error, quadratic.jacobian.shape[0]))
     gradient = _tree.joined(_tree.cast_like(quadratic.gradient(), point))
     along = _tree.norm(jax.tree.map(jnp.multiply, gradient, _tree.joined(point)))
     of_point = _tree.eps((point, quadratic.residual)) * along.astype(loss.dtype)
     return of_outputs + of_point + error**2
+
+
+def _root_mean_square(norm: Scalar, number: int) -> Scalar:
+    """Return the root mean square of a number of outputs, given their norm. The loss sees
+    that of their errors, which are independent. With the norm instead, a network in
+    single precision stops at a loss of 0.32, which falls to 0.29."""
+    return norm / number**0.5
 
 
 def _rounding(loss: Scalar, error: Scalar) -> Scalar:
