@@ -112,7 +112,8 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         return Tikhonov(damping)
 
     def prepared(self, problem, filter, memory) -> tuple[AbstractSubproblem, _Memory]:
-        measured = Measured.of(problem, self.scaling, memory.scale)
+        rows = problem.jacobian.cost().rows
+        measured = Measured.of(problem, self.scaling, memory.scale, rows)
         new_memory = _Memory(measured.memory, memory.last)
 
         def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:

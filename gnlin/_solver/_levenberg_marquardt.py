@@ -1,7 +1,6 @@
 """Levenberg-Marquardt: the damping adapts to how well the linearisation predicts."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -32,11 +31,10 @@ from .._subproblem import (
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton
-from ._between_bounds import between_bounds
 from ._on_a_batch import damps_as_drawn, MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._state import Detour, Evaluate, State, Update
-from ._trials import TrialOutcome, Trials, try_dampings
+from ._trials import Ready, TrialOutcome, Trials, try_dampings
 
 
 # The most that an exact step may cost, in seconds or as a multiple of the time of
@@ -223,66 +221,46 @@ class LevenbergMarquardt(AbstractGaussNewton):
         """Return the dampings to try in one outer step on the full batch."""
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
-        rule = self._rule(lin.point)
-        by_default = self.damping is None and isinstance(rule, LongestStep)
-        if by_default and cost.reads:  # Each trial may need a sparse factorisation.
-            rule = _ONE_TRIAL
+        m, p = cost.shape
         # If p <= m the damping may become so small that squaring the condition number
         # does harm, so ask for a way that also serves without damping.
-        m, p = cost.shape
-        kind = InexactTikhonov(1.0 if p > m else 0.0, worth=math.inf)
-        way, scaling, method = self.planned(objective, problem, kind, rule.num_trials)
-        if by_default and way.stops_early:  # Each trial needs conjugate gradients.
-            rule = _ONE_TRIAL
-        acceleration = self.acceleration
-        if acceleration is None:
-            acceleration = self.form == "quadratic" and not way.residuals_are_dear
+        filter = InexactTikhonov(1.0 if p > m else 0.0, worth=math.inf)
+        # Trials are dear if each may need a sparse factorisation or conjugate gradients.
+        are_dear = bool(cost.reads)
+        num_trials = self._rule(lin.point, are_dear).num_trials
+        way, scaling, method = self.planned(objective, problem, filter, num_trials)
+        rule = self._rule(lin.point, are_dear or way.stops_early)
         as_tree = lambda parameters: parameters
         if scaling != "identity":
             lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
-        # With scales the Jacobian is in memory now, but it has taken these passes.
-        measured = Measured.of(problem, scaling, memory.scale)._replace(passes=cost.rows)
-        problem = measured.problem
-        subproblem = measured.chosen(problem, kind, rule.num_trials, method)
+        measured = Measured.of(problem, scaling, memory.scale, cost.rows)
+        subproblem = measured.chosen(measured.problem, filter, rule.num_trials, method)
         memory = dataclasses.replace(memory, scale=measured.memory)
         if way.stops_early:
             memory, subproblem = self._truncated(objective, subproblem, memory, p)
 
+        def on_face(damping: Scalar, lin: Linearisation) -> PyTree[Array]:
+            problem = problem_of(self.form, objective, lin)
+            # One damping does not pay for a factorisation in two stages.
+            once = measured.chosen(problem, Tikhonov(filter.damping), 1, method)
+            return once.solve(InexactTikhonov(damping)).step
+
         inverse = None  # It is dense, so sparse problems are solved again instead.
         pays = p <= _MOST_WIDE * m and not cost.reads
-        if lin.box is not None and scaling != "identity" and pays:
+        if lin.box is not None and measured.in_memory is not None and pays:
             inverse = measured.inverse()
-
-        def bounded(step: PyTree[Array], damping: Scalar) -> tuple[PyTree[Array], Scalar]:
-            def again(lin: Linearisation) -> PyTree[Array]:
-                # One damping on each face does not pay for a factorisation in two stages.
-                on_face = problem_of(self.form, objective, lin)
-                once = measured.chosen(on_face, Tikhonov(kind.damping), 1, method)
-                return once.solve(InexactTikhonov(damping)).step
-
-            of_damping = None if inverse is None else functools.partial(inverse, damping)
-            return between_bounds(problem.decrease, lin, step, again, of_damping)
-
-        in_memory = problem if scaling != "identity" else None
-        assert not isinstance(in_memory, ProxLinear)
-        return Trials(
-            objective,
-            lin,
-            lambda y: evaluate(as_tree(y)),
-            subproblem,
-            rule,
-            memory,
-            acceleration,
-            None if lin.box is None else bounded,
-            in_memory,
-            as_tree,
-            memory.detour if rule.detours else None,
-        )
+        acceleration = self.acceleration
+        if acceleration is None:
+            acceleration = self.form == "quadratic" and not way.residuals_are_dear
+        ready = Ready(lin, as_tree, measured, subproblem, on_face, inverse)
+        evaluate_array = lambda y: evaluate(as_tree(y))
+        return Trials(objective, ready, evaluate_array, rule, memory, acceleration)
 
     def after(self, trials: Trials, tried: TrialOutcome) -> Update:
         """Return the outer step that the trials lead to."""
-        lin, as_tree, subproblem = trials.lin, trials.as_tree, trials.subproblem
+        lin, as_tree = trials.ready.lin, trials.ready.as_tree
+        subproblem, problem = trials.ready.subproblem, trials.ready.measured.in_memory
         found, detour = tried.found, trials.detour
         finite = trials.is_finite & ~jnp.isnan(tried.damping)
         step = _tree.where(found, tried.step, _tree.zeros_like(tried.step))
@@ -318,7 +296,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             num_accepted=jnp.where(found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(found, 1, 0),
             left=as_tree(tried.step),
-            problem=trials.problem,
+            problem=problem,
             searched=True,
             attainable=trials.attainable,
             stuck=finite & ~found,
@@ -354,12 +332,14 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 most = jnp.maximum(most, more.astype(int))
         return memory, subproblem.truncated(tolerance, most)
 
-    def _rule(self, y: PyTree[Array]) -> AbstractDamping:
+    def _rule(self, y: PyTree[Array], trials_are_dear: bool = False) -> AbstractDamping:
         """Return the rule on a full batch."""
         damping = self.damping
         if isinstance(damping, AbstractDamping):
             return damping
         if damping is None and self.form == "quadratic":
+            if trials_are_dear:
+                return _ONE_TRIAL
             return LongestStep(detours=_tree.size(y) >= _FEWEST_WITH_DETOURS)
         return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
@@ -367,7 +347,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         self,
         objective: AbstractObjective,
         problem: Quadratic | ProxLinear,
-        kind: Tikhonov,
+        filter: Tikhonov,
         num_trials: int,
     ) -> tuple[type[AbstractWay], Scaling, Any]:
         """Return the way to solve the linearised problem, the scaling, and the method by
@@ -375,8 +355,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if self.scaling in (None, "identity"):
             price = _EXACT_OF_SAMPLE if objective.is_sample else _EXACT
             price = price if objective.is_quadratic else _EXACT_OF_NETWORK
-            kind = InexactTikhonov(kind.damping, *price)
-        way = way_of(problem, kind, num_trials, self.method)
+            filter = InexactTikhonov(filter.damping, *price)
+        way = way_of(problem, filter, num_trials, self.method)
         scaling = self.scaling
         if scaling is None:
             # Scales need the dense Jacobian. On a small batch they are mostly noise:

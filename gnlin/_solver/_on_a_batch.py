@@ -144,7 +144,8 @@ def _pulled(
     step, and the state of the scales."""
     problem, kind = problem_of(solver.form, objective, lin), Tikhonov(1.0)
     way, scaling, method = solver.planned(objective, problem, kind, 1)
-    measured = Measured.of(problem, scaling, scale)
+    rows = problem.jacobian.cost().rows
+    measured = Measured.of(problem, scaling, scale, rows)
 
     def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:
         subproblem = measured.chosen(problem, kind, 1, method)

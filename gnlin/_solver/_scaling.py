@@ -1,7 +1,7 @@
 """Scale-invariant damping: lambda |D delta|^2 instead of lambda |delta|^2."""
 
 from collections.abc import Callable
-from typing import Any, get_args, Literal, NamedTuple
+from typing import Any, cast, get_args, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,24 +70,26 @@ class Measured(NamedTuple):
     - `problem`: its Jacobian is in memory if there are scales.
     - `scale`: the diagonal of D, or `None` for the identity. It is zero for a column that
         has been zero at every point so far.
-    - `passes`: the passes that forming the Jacobian took.
     - `memory`: the state of the scales for the next linearisation.
+    - `passes`: the passes that forming the Jacobian took.
     """
 
     problem: Quadratic | ProxLinear
-    scale: PyTree[Array] | None = None
-    passes: Passes = Passes()
-    memory: Float[Array, " p"] | None = None
+    scale: PyTree[Array] | None
+    memory: Float[Array, " p"] | None
+    passes: Passes
 
     @staticmethod
     def of(
         problem: Quadratic | ProxLinear,
         scaling: Scaling,
         before: Float[Array, " p"] | None,
+        passes: Passes,
     ) -> "Measured":
-        """Measure the columns; `before` is the state at the last linearisation."""
+        """Measure the columns. `before` is the state at the last linearisation, and
+        `passes` are those that forming the Jacobian takes, or has taken."""
         if scaling == "identity" or isinstance(problem, ProxLinear):
-            return Measured(problem, memory=before)
+            return Measured(problem, None, before, passes)
         cost = problem.jacobian.cost()
         if not cost.columns_fit:
             m, p = cost.shape
@@ -106,7 +108,12 @@ class Measured(NamedTuple):
             flat = jnp.where(jnp.isfinite(flat), flat, 0)
             before = jnp.maximum(flat, _DECAY[scaling] * before)
             scale = unravel(before)
-        return Measured(problem, scale, cost.rows, before)
+        return Measured(problem, scale, before, passes)
+
+    @property
+    def in_memory(self) -> Quadratic | None:
+        """The problem, if there are scales."""
+        return None if self.scale is None else cast(Quadratic, self.problem)
 
     def chosen(
         self,

@@ -1,8 +1,9 @@
 """Try several dampings at one linearisation."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,9 +15,10 @@ from .._common._checks import forwards_only, nan_unless
 from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
-from .._linearisation._quadratic import Quadratic
 from .._subproblem import AbstractSubproblem, Answer, InexactTikhonov
 from ..damping import AbstractDamping, Trial
+from ._between_bounds import between_bounds
+from ._scaling import Measured
 from ._state import carried, Detour, Evaluate
 from ._termination import rounding_of_loss, rounding_of_outputs
 
@@ -74,6 +76,24 @@ class Proposal(eqx.Module):
     passes: Passes
 
 
+class Ready(NamedTuple):
+    """A linearisation that is ready to be solved for any damping.
+
+    - `lin`: the linearisation. Its parameters may be in one array.
+    - `as_tree`: a function that unravels them.
+    - `on_face`: a function that solves the problem of a linearisation on a face of the
+        box with a damping, and returns the step.
+    - `inverse`: a function that inverts the curvature with a damping, if that is cheap.
+    """
+
+    lin: Linearisation
+    as_tree: Callable[[PyTree[Array]], PyTree[Array]]
+    measured: Measured
+    subproblem: AbstractSubproblem
+    on_face: Callable[[Scalar, Linearisation], PyTree[Array]]
+    inverse: Callable[[Scalar], Float[Array, "p p"]] | None
+
+
 @dataclasses.dataclass
 class Trials:
     """The dampings of a rule at one linearisation, tried with one factorisation.
@@ -81,11 +101,6 @@ class Trials:
     - `evaluate`: a function that returns the outputs at another point.
     - `memory`: the solver's memory, with the `state` of the rule.
     - `acceleration`: whether to add the second-order correction.
-    - `bounded`: a function that keeps a step, solved with a damping, between the bounds.
-        It returns the step and its predicted decrease. `None` without bounds.
-    - `problem`: the linearised problem, if its Jacobian is in memory.
-    - `as_tree`: a function that unravels the parameters of `lin`.
-    - `detour`: where a detour left, if the linearisation may be on one.
 
     All trials share some numbers:
 
@@ -99,21 +114,17 @@ class Trials:
     """
 
     objective: AbstractObjective
-    lin: Linearisation
+    ready: Ready
     evaluate: Evaluate
-    subproblem: AbstractSubproblem
     rule: AbstractDamping
     memory: Any
     acceleration: bool
-    bounded: Callable[[PyTree[Array], Scalar], tuple[PyTree[Array], Scalar]] | None
-    problem: Quadratic | None
-    as_tree: Callable[[PyTree[Array]], PyTree[Array]]
-    detour: Detour | None
 
     def __post_init__(self):
-        self.dtype = _tree.dtype((self.lin.point, self.lin.outputs))
-        self.eps = _tree.eps((self.lin.point, self.lin.outputs))
-        lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
+        lin, subproblem = self.ready.lin, self.ready.subproblem
+        problem = self.ready.measured.in_memory
+        self.dtype = dtype = _tree.dtype((lin.point, lin.outputs))
+        self.eps = _tree.eps((lin.point, lin.outputs))
         largest = subproblem.largest_curvature().astype(dtype)
         # A smaller damping has no effect, and a larger one allows no step.
         unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
@@ -134,30 +145,35 @@ class Trials:
             before = self.objective.value(self.detour.outputs).astype(dtype)
             before = jnp.where(self.detour.is_on, before, loss)
         least_second = jnp.zeros((), dtype)
-        if self.problem is not None and self.acceleration:
-            outputs = rounding_of_outputs(self.problem, lin.point)
+        if problem is not None and self.acceleration:
+            outputs = rounding_of_outputs(problem, lin.point)
             least_second = _ROUNDINGS / _PART**2 * outputs
         self.attainable = subproblem.attainable_decrease(least).astype(dtype)
         self.least_damping, self.largest_damping = least, unit / self.eps**2
         self.point_size, self.least_second = size, least_second
-        self.rounding = rounding_of_loss(before, self.problem, lin.point)
+        self.rounding = rounding_of_loss(before, problem, lin.point)
         self.loss, self.before = loss, before
+
+    @property
+    def detour(self) -> Detour | None:
+        """Where a detour left, if the linearisation may be on one."""
+        return self.memory.detour if self.rule.detours else None
 
     @property
     def is_finite(self) -> Bool[Array, ""]:
         """Whether the linearisation is finite. If not, nothing is tried."""
-        norm = self.subproblem.gradient_norm
+        norm = self.ready.subproblem.gradient_norm
         return jnp.isfinite(norm) & jnp.isfinite(self.loss)
 
     def begun(self) -> TrialOutcome:
         """Return the outcome before the first trial."""
-        zero, subproblem = jnp.zeros((), self.dtype), self.subproblem
-        nowhere = _tree.zeros_like(self.lin.point)
+        lin, subproblem = self.ready.lin, self.ready.subproblem
+        zero, nowhere = jnp.zeros((), self.dtype), _tree.zeros_like(lin.point)
         return TrialOutcome(
             damping=zero,
             state=self.rule.begin(self.memory.state, subproblem),
             step=nowhere,
-            outputs=self.lin.outputs,
+            outputs=lin.outputs,
             leaves=jnp.array(False),
             detour=None if self.detour is None else nowhere,
             found=jnp.array(False),
@@ -169,7 +185,8 @@ class Trials:
 
     def proposed(self, last: TrialOutcome) -> Proposal:
         """Return the next step to try."""
-        lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
+        ready, dtype = self.ready, self.dtype
+        lin, subproblem = ready.lin, ready.subproblem
         damping = self.rule.damping(last.state, subproblem, lin.point)
         damping = jnp.asarray(damping, dtype)
         damping = nan_unless(damping >= 0, damping)
@@ -180,8 +197,11 @@ class Trials:
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
-        if self.bounded is not None:
-            step, predicted = self.bounded(step, damping)
+        if lin.box is not None:
+            again, inverse = functools.partial(ready.on_face, damping), ready.inverse
+            inverse = None if inverse is None else functools.partial(inverse, damping)
+            decrease = ready.measured.problem.decrease
+            step, predicted = between_bounds(decrease, lin, step, again, inverse)
             predicted = predicted.astype(dtype)
         if self.acceleration:
             bend = self._bend(held, damping, step)
@@ -210,7 +230,7 @@ class Trials:
         for the whitened second derivative of the outputs along the step. The derivative
         is computed as a difference of outputs. There is no correction if it is not
         finite, as at the edge of the function's domain, or only its rounding."""
-        lin, least = self.lin, self.least_second
+        lin, least = self.ready.lin, self.least_second
         ahead, pushed = self.evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
 
         def second(ahead, here, pushed):
@@ -233,7 +253,7 @@ class Trials:
     ) -> tuple[TrialOutcome, Bool[Array, ""]]:
         """Return the outcome after a trial with these outputs, and whether its step is
         the one to take so far."""
-        lin, rule = self.lin, self.rule
+        lin, rule = self.ready.lin, self.rule
         damping, step, predicted = proposal.damping, proposal.step, proposal.predicted
         fallen, rounding = self.before - self.loss, self.rounding
         attainable, predicted = self.attainable + fallen, predicted + fallen
@@ -295,7 +315,7 @@ def try_dampings(trials: Trials) -> TrialOutcome:
 
     def attempt(last: TrialOutcome) -> TrialOutcome:
         proposal = trials.proposed(last)
-        outputs = trials.evaluate(trials.lin.moved(proposal.step))
+        outputs = trials.evaluate(trials.ready.lin.moved(proposal.step))
         outcome, _ = trials.judged(last, proposal, outputs)
         return outcome
 
