@@ -104,8 +104,7 @@ class Tikhonov(AbstractFilter):
     r"""Damped Gauss-Newton: $g(w) = 1/(w + \lambda)$.
 
     With $\lambda = 0$ it is [`gnlin.filters.PseudoInverse`][], but methods that
-    factorise, such as `"kernel"`, then give NaN if their matrix is singular. `"auto"`
-    takes none of them for a zero, unless the zero is computed in a compiled program.
+    factorise, such as `"kernel"`, give NaN if their matrix is singular.
 
     **Arguments:**
 
