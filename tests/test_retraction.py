@@ -285,7 +285,7 @@ def test_cameras_turn_where_points_are_eliminated():
 
 
 def test_errors_of_retractions():
-    residuals = lambda y, _: y["a"].sum() + y["b"]
+    residuals = lambda y, _: (y["a"].sum() + y["b"])[None]
     y = {"a": jnp.ones((2, 3)), "b": jnp.ones(())}
     solve = lambda r: optx.least_squares(
         residuals, gnlin.LevenbergMarquardt(retraction=r), y

@@ -112,7 +112,7 @@ def _without_maximum(fit: "CurveFit") -> str:
         for name, way in zip(fit.names, ways.tolist(), strict=True)
         if way
     ]
-    if len(which) > _MOST_NAMES:
+    if len(which) > _MOST_NAMES + 1:
         which[_MOST_NAMES:] = [f"{len(which) - _MOST_NAMES} others do so, too,"]
     return (
         f"the likelihood has no maximum, and {' and '.join(which)} without end, as for a "

@@ -254,7 +254,7 @@ def profiles(
                 f"{how_many(len(wanted), 'end')}. The others are NaN, from the "
                 f"{'upper' if sign > 0 else 'lower'} end of {fit.names[k]} on."
             )
-    if len(bounded) > _MOST_ENDS:
+    if len(bounded) > _MOST_ENDS + 1:
         bounded[_MOST_ENDS:] = [f"so do {len(bounded) - _MOST_ENDS} others"]
     if bounded:
         lost.append(f"{'; '.join(bounded)}. With wider bounds it may be elsewhere.")
