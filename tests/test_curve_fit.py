@@ -2255,8 +2255,6 @@ def test_derivatives_of_errors_beside_a_parameter_at_its_bound():
         fit = gnlin.curve_fit(curve, x, y, start, bounds=bounds)
         return jnp.stack([fit.standard_errors[name] for name in ("a", "rate")])
 
-    forward, backward = jax.jacfwd(errors)(y), jax.jacrev(errors)(y)
     step = 1e-4 * np.sin(np.arange(20.0))
     change = (errors(y + step) - errors(y - step)) / 2
-    np.testing.assert_allclose(forward, backward, rtol=1e-8, atol=1e-12)
-    np.testing.assert_allclose(forward @ step, change, rtol=1e-5)
+    np.testing.assert_allclose(jax.jacrev(errors)(y) @ step, change, rtol=1e-5)
