@@ -168,6 +168,48 @@ def test_what_is_determined_stays_so(f, columns, p):
     np.testing.assert_allclose(fit.standard_errors, errors, rtol=1e-3)
 
 
+def test_a_kink_is_no_rounding():
+    """At its end the derivative by the time of a break jumps, and the polynomial in years
+    is ill-conditioned."""
+    years = np.arange(1950.0, 2021.0)
+
+    def trend(p, x):
+        powers = jnp.polyval(p["powers"], x)
+        return powers + p["slope"] * jnp.maximum(x - p["time"], 0)
+
+    p = {"powers": np.array([0.0, 0, 0, 0.02, 1.0]), "slope": 0.5, "time": 1990.0}
+    y = np.asarray(trend(p, years))
+    fit = gnlin.curve_fit(trend, years, y, p, sigma=0.3, absolute_sigma=True)
+    assert fit.degrees_of_freedom == 64
+    x = years.astype(np.longdouble)
+    after = np.where(x == 1990, 0.5, x > 1990)
+    columns = [*(x**k for k in (4, 3, 2, 1, 0)), after * (x - 1990), -0.5 * after]
+    inverse = inverse_triangle([column / 0.3 for column in columns])
+    errors = np.sqrt(np.sum(inverse**2, axis=1)).astype(float)
+    found = np.concatenate([np.ravel(x) for x in jax.tree.leaves(fit.standard_errors)])
+    np.testing.assert_allclose(found, errors, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_unknown_shifts_beside_a_fast_wave():
+    """Rounding of a frequency changes its own column, and the common shift of a hundred
+    groups stays undetermined."""
+    t = np.linspace(0, 100, 400)
+    group = np.arange(400) % 100
+
+    def wave(p, x):
+        level = p["mean"] + p["shifts"][group]
+        return level + p["size"] * jnp.cos(p["rate"] * x + p["phase"])
+
+    p = {"mean": 0.5, "shifts": np.zeros(100), "size": 1.0, "rate": 1e11, "phase": 0.3}
+    y = np.asarray(wave(p, t)) + 1e-3 * np.random.default_rng(0).normal(size=400)
+    with pytest.warns(UserWarning, match="all 100 of shifts by 1 and mean by -1|mean"):
+        fit = gnlin.curve_fit(wave, t, y, p, sigma=1e-3, absolute_sigma=True)
+    assert np.all(np.isinf(fit.standard_errors["shifts"]))
+    assert np.isinf(fit.standard_errors["mean"])
+    assert np.isfinite(fit.standard_errors["size"])
+
+
 SHARES = np.linspace(-3, 3, 9)
 
 

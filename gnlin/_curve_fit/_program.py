@@ -68,10 +68,10 @@ def fitted(
         if alone and setting.curve.has_loops:
             return _in_two(setting, data, start, num_rows, num_steps is not None)
         program = _program(inside, setting.curve.has_loops, is_brief)
-        given = setting, data, start, has_starts, num_rows
-        end, found = program(*given, False)
+        end, found, ended = program(setting, data, start, has_starts, num_rows)
         if not inside and np.any(end.is_doubtful):  # rare, so that programs stay small
-            end, found = program(*given, True)
+            end, sure = _surely(setting, data, *ended)
+            found |= sure | {"losses": found["losses"]}
         return end, found
     except eqx.EquinoxRuntimeError as error:
         error.add_note(
@@ -111,17 +111,16 @@ def _all_fitted(
     start: PyTree[Array],
     has_starts: bool,
     num_rows: int,
-    is_doubtful: bool,
-) -> tuple[Fitted, dict[str, Any]]:
+) -> tuple[Fitted, dict[str, Any], tuple[PyTree[Array], Run]]:
     def of_start(data, start):
         end = run(setting, data, start, num_rows=num_rows)
-        return _statistics(setting, data, start, end, is_doubtful=is_doubtful)
+        return *_statistics(setting, data, start, end), (start, end)
 
     def of_starts(data, starts):
-        end, found = jax.vmap(of_start, in_axes=(None, 0))(data, starts)
-        losses = jnp.where(jnp.isnan(end.loss), jnp.inf, end.loss)
-        end, found = jax.tree.map(lambda x: x[jnp.argmin(losses)], (end, found))
-        return end, found | {"losses": jnp.sort(losses)}
+        each = jax.vmap(of_start, in_axes=(None, 0))(data, starts)
+        losses = jnp.where(jnp.isnan(each[0].loss), jnp.inf, each[0].loss)
+        end, found, ended = jax.tree.map(lambda x: x[jnp.argmin(losses)], each)
+        return end, found | {"losses": jnp.sort(losses)}, ended
 
     fit = of_starts if has_starts else of_start
     if setting.many:
@@ -262,3 +261,16 @@ def _statistics(
 
 
 _second = quickly(_statistics, has_loops=True)
+
+
+@quickly
+def _surely(
+    setting: FitSettings, data: Data, start: PyTree[Array], end: Run
+) -> tuple[Fitted, dict[str, Any]]:
+    """Return the statistics of runs that have ended, with a second Jacobian."""
+
+    def of_one(data, start, end):
+        return _statistics(setting, data, start, end, is_doubtful=True)
+
+    each = jax.vmap(of_one, in_axes=(setting.axes, 0, 0)) if setting.many else of_one
+    return each(data, start, end)

@@ -17,6 +17,9 @@ from . import _lapack, _small_svd
 # A parameter, or a function of them, is undetermined if more than this part of it lies in
 # directions that do not change the residuals. Rounding is less, about the root of eps.
 _PART = 1e-6
+# With more rounding in the Jacobian the part may be larger, but not as large as that of
+# one parameter in a common shift of ten thousand.
+_MOST_PART = 1e-3
 # Roundings by which a parameter is changed to see the rounding of the Jacobian.
 _FEWEST, _MOST = 2, 8
 # A singular value is rounding below this multiple of its change by that. The change over
@@ -25,6 +28,9 @@ _FEWEST, _MOST = 2, 8
 # a decomposition (sums of two exponentials or Gaussians with near parameters,
 # polynomials of degree 4 to 14).
 _CHANGES = 10
+# Larger changes than this power of eps, relative to the column, are no rounding but those
+# at a kink of the function.
+_JUMP = 3 / 8
 # The Jacobian has to be evaluated a second time if a singular value is less than this
 # power of eps. Linear systems of condition number 1e7 have a rounding of 1e-9.
 _DOUBTFUL = 0.5
@@ -180,14 +186,15 @@ def covariance(
     if nearby is not None:
         nearby = jax.lax.stop_gradient(jnp.where((free & seen)[None], nearby, 0))
         change = (nearby - jax.lax.stop_gradient(jacobian)) / units[None]
-        change = jnp.where(_tree.all_finite(change), change, 0)
+        # This also leaves out changes that are not finite.
+        change = jnp.where(jnp.abs(change) <= _tree.eps(change) ** _JUMP, change, 0)
         change = jnp.concatenate([change, jnp.zeros_like(rows)])
         noise = _CHANGES * jnp.max(_tree.column_norms(change), initial=0)
     factor, s, vt = _inverse_factor(held, change, least)
     known = s > 0
     factor = jnp.where((norms > 0)[:, None], factor / units[:, None], 0)
     parts = jnp.where(known[:, None], 0, vt)
-    part = jnp.maximum(_PART, jnp.where(jnp.all(known), 0, noise))
+    part = jnp.clip(jnp.where(jnp.all(known), 0, noise), _PART, _MOST_PART)
     undetermined = free & finite & (jnp.linalg.norm(parts, axis=0) > part)
     directions = jnp.where(free[None] & finite, parts / units[None], 0)
     rank = jnp.sum(free) - jnp.where(finite, jnp.sum(~known), 0)
