@@ -58,8 +58,11 @@ class Eigenvectors(eqx.Module):
     ) -> Float[Array, " k"]:
         r"""Return $U^\top r$ in the precision of the Jacobian, if outputs have more."""
         if self.left is None:
-            gradient, _ = ravel_pytree(self.jacobian.pull_back(outputs))
-            along = matmul(self.smaller.T, gradient)
+            if self.jacobian.is_at_hand:  # sums of many rows are more accurate like this
+                gradient = matmul(self.jacobian.as_matrix().T, outputs)
+            else:
+                gradient, _ = ravel_pytree(self.jacobian.pull_back(outputs))
+            along = matmul(self.smaller.T, gradient.astype(self.smaller.dtype))
             return _tree.quotient(along, s).astype(s.dtype)
         if self.reduction is not None:
             outputs = matmul(outputs, self.reduction)
