@@ -254,6 +254,26 @@ def test_a_plateau_of_a_likelihood_has_no_error(counts, name):
     assert np.min(np.abs(moved)) < 1e-4
 
 
+def test_narrow_bounds_are_no_plateau():
+    """Of counts, whose errors are the same as without bounds."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=30)
+    y = rng.poisson(np.exp(0.5 + 0.8 * x)).astype(float)
+    curve = lambda p, x: p["a"] + p["b"] * x + p["c"] * x**2
+    start, loss = {"a": 0.5, "b": 1.0, "c": -0.195}, gnlin.losses.PoissonNLL()
+    free = gnlin.curve_fit(curve, x, y, start, loss=loss)
+    assert -0.2 < free.parameters["c"] < -0.18
+    bounds = {"c": -0.2}, {"c": -0.18}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = gnlin.curve_fit(curve, x, y, start, loss=loss, bounds=bounds)
+    errors, expected = (
+        np.array(jax.tree.leaves(each.standard_errors)) for each in (fit, free)
+    )
+    assert np.all(expected[2] > 10 * 0.02)
+    np.testing.assert_allclose(errors, expected, rtol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["logistic", "poisson"])
 def test_ordinary_likelihoods_stay_determined(kind):

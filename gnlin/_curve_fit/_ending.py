@@ -23,6 +23,7 @@ from ._points import place_of, total
 from ._problem import FitSettings, flat_box, Posed
 from ._residuals import ignored, num_points, outlying, points
 from ._statistics import NEAR
+from ._undetermined import FLAT
 
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def complaint(fit: "CurveFit") -> str:
     if not are_determined(fit):
         where = f"moving {some_directions(fit, '; or ')} does not change the curve"
         if fit._setting.likelihood is not None:
-            where += ", or hardly the likelihood"
+            where += ", or the likelihood between the bounds"
         return (
             "`gnlin.curve_fit`: the data do not determine all parameters: "
             f"{where}. Fix one of them, pass more points, or start elsewhere."
@@ -243,9 +244,6 @@ def _complaint_of_many(fit: "CurveFit") -> str:
 
 # Only parameters whose standard error exceeds this multiple of their value are tested.
 _ASKED = 10
-# At a maximum, a step by a standard error raises the loss by 1/2. If it changes the loss
-# by less than this number, there is no maximum.
-_FLAT = 1e-3
 
 
 def escaping(fit: "CurveFit") -> np.ndarray:
@@ -303,7 +301,7 @@ def _are_flat(
         # A rate that moves by less than 1 is only close to 0, where its range ends.
         is_far = jnp.max(jnp.abs(there - here)) > 1
         box = flat_box(setting.solver.bounds, unravel(start))
-        return (jnp.abs(fall) <= _FLAT) & is_far & ~box.is_left(start, step)
+        return (jnp.abs(fall) <= FLAT) & is_far & ~box.is_left(start, step)
 
     each = jax.vmap(is_flat, in_axes=(setting.axes, 0, 0)) if setting.many else is_flat
     return each(data, best, step)

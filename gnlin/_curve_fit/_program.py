@@ -61,15 +61,17 @@ def fitted(
     num_rows = most if inside else rows_for(most)
     if setting.many or has_starts:
         num_rows = 0
+    is_refit = num_steps is not None  # only its end is wanted
     if num_steps is not None:
         limit = min(most, num_steps)
         setting = setting._replace(max_steps=np.full_like(setting.max_steps, limit))
     try:
         if alone and setting.curve.has_loops:
-            return _in_two(setting, data, start, num_rows, num_steps is not None)
+            return _in_two(setting, data, start, num_rows, is_refit)
         program = _program(inside, setting.curve.has_loops, is_brief)
         end, found, ended = program(setting, data, start, has_starts, num_rows)
-        if not inside and np.any(end.is_doubtful):  # rare, so that programs stay small
+        if not (inside or is_refit) and np.any(end.is_doubtful):
+            # This is rare, so that the programs of other fits stay small.
             end, sure = _surely(setting, data, *ended)
             found |= sure | {"losses": found["losses"]}
         return end, found
@@ -191,7 +193,6 @@ def _statistics(
     """
     posed, variables = Posed.of(setting, data), end.variables
     parameters = variables["curve"]
-
     tangents, other = setting.tangents(parameters), None
     # Entries of a start do not tell how large a turn on a curved space is.
     first = start if tangents is None else _tree.zeros_like(start)
@@ -209,11 +210,10 @@ def _statistics(
     num_free = _tree.size(parameters)
     nonfinite = NonFinite.of(outputs, matrix[:, :num_free])
     unit = jnp.ones_like(here.root) if setting.likelihood is None else here.root
-    by_parameters = unit[:, None] * matrix[:, :num_free]
 
     def by_steps(matrix: Float[Array, "m n"]) -> Float[Array, "m k"]:
-        by_parameters = matrix[:, :num_free]
-        return by_parameters if tangents is None else matmul(by_parameters, tangents)
+        of_curve = matrix[:, :num_free]
+        return of_curve if tangents is None else matmul(of_curve, tangents)
 
     def of_residuals(matrix: Float[Array, "m n"]) -> Float[Array, "m k"]:
         jacobian = unit[:, None] * by_steps(matrix)
@@ -222,12 +222,12 @@ def _statistics(
             jacobian -= matmul(q, matmul(q.T, jacobian))
         return jacobian
 
-    concave, jacobian = None, by_steps(matrix)
+    concave, of_outputs = None, by_steps(matrix)
     if here.concave is not None:
-        concave = matmul(jacobian.T, here.concave[:, None] * jacobian)
+        concave = matmul(of_outputs.T, here.concave[:, None] * of_outputs)
     outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y})
     totals = here.totals
-    doubted = doubts(setting, parameters, first, unit[:, None] * jacobian, totals)
+    doubted = doubts(setting, parameters, first, unit[:, None] * of_outputs, totals)
     is_seen, is_open = ~doubted.is_lost, jnp.any(doubted.asked)
     if is_tested:
         is_seen = seen(setting, outputs_at, parameters, unit * outputs, doubted)
@@ -247,7 +247,8 @@ def _statistics(
     doubtful = False if other is not None else fitted.covariance.is_doubtful
     fitted = fitted._replace(is_open=is_open, is_doubtful=doubtful)
     if is_of_rates(setting.likelihood):
-        spread = matmul(by_parameters, fitted.covariance.factor)
+        of_rates = unit[:, None] * matrix[:, :num_free]
+        spread = matmul(of_rates, fitted.covariance.factor)
         fitted = fitted._replace(edge=point_at_edge(outputs, data, spread))
     found |= {
         "residuals": residuals[: data.y.size],

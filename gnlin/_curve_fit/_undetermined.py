@@ -18,6 +18,9 @@ from ._problem import FitSettings, flat_box
 # A parameter has no effect if, moved by its standard error, it changes the curve by less
 # than this part of the change that the linearisation predicts.
 UNMOVED = 1e-6
+# At a maximum of a likelihood, a step by a standard error lowers its logarithm by 1/2. If
+# that changes by less than this number, the likelihood is flat.
+FLAT = 1e-3
 # Outputs below this multiple of the rounding of the first ones are zero.
 _ROUNDINGS = 100
 # Only parameters whose standard error exceeds this part of their value are tested.
@@ -34,8 +37,8 @@ class Doubts(NamedTuple):
     """Reasons to doubt that each parameter affects the curve.
 
     - `is_lost`: whether a change by its whole value, or by its start, changes the
-        residuals by less than their rounding; or whether, with a likelihood, its standard
-        error with the others held exceeds the distance of its bounds, as on a plateau.
+        residuals by less than their rounding; or whether, by its curvature, a likelihood
+        is flat between the parameter's bounds, as on a plateau.
     - `asked`: whether its standard error exceeds a tenth of its value. If the parameter
         moves by this error and the others are held, the linearisation predicts a change
         of the size of the noise. On a plateau there is no change, which only the curve
@@ -97,7 +100,7 @@ def doubts(
     units = jnp.where(norms > 0, norms, 1)
     if setting.likelihood is not None and bounds is not None:
         box = flat_box(bounds, parameters)
-        is_lost |= norms * (box.upper - box.lower) < 1
+        is_lost |= 0.5 * (norms * (box.upper - box.lower)) ** 2 <= FLAT
     errors = jnp.maximum(noise, eps**0.5 * size) / units
     # A smaller step may change the curve by rounding alone.
     steps = jnp.maximum(errors, eps**0.5 * jnp.abs(y))
