@@ -412,6 +412,22 @@ def test_a_damping_of_zero_is_no_damping(damping):
         np.testing.assert_allclose(solution.value, least, rtol=0, atol=1e-10)
 
 
+def test_larger_problems_without_damping_are_no_damped_ones():
+    """For these, a factorisation would be cheaper."""
+    filters = []
+
+    class Spied(gnlin.DampedGaussNewton):
+        def prepared(self, problem, filter, memory):
+            filters.append(filter)
+            return super().prepared(problem, filter, memory)
+
+    for method, kind in (("auto", PseudoInverse), ("kernel", Tikhonov)):
+        solver = Spied(0.0, method=method)
+        least_squares(lambda y, _: y - 1, solver, jnp.zeros(3), max_steps=2)
+        assert {type(filter) for filter in filters} == {kind}
+        filters.clear()
+
+
 @pytest.mark.parametrize("inner", [GradientFlow(1.0), Tikhonov(0.25), PseudoInverse()])
 def test_history_of_a_filter_with_damping(inner):
     solver = gnlin.methods.FilteredGaussNewton(gnlin.filters.Damped(inner, 0.5))

@@ -103,9 +103,9 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
 
 def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
     """Return the spectrum from eigenpairs of the curvature: u = phi v / sqrt(w)."""
-    gram = gram_of_columns(jacobian.as_matrix())
-    eigenvalues, v = _largest_first(*_lapack.eigh(gram))
-    vectors = Eigenvectors(jacobian, right=v)
+    phi = jacobian.as_matrix()
+    eigenvalues, v = _largest_first(*_lapack.eigh(gram_of_columns(phi)))
+    vectors = Eigenvectors(jacobian, right=v, matrix=phi)
 
     def above(least: ScalarLike, faint=None) -> Spectrum:
         w = jnp.where(eigenvalues <= least * eigenvalues[0], 0, eigenvalues)

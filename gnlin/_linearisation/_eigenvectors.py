@@ -28,12 +28,15 @@ class Eigenvectors(eqx.Module):
     - `left`: $U$; or $U'$ with $U = QU'$, if there is a `reduction` $Q$, with orthonormal
         columns.
     - `right`: $V$.
+    - `matrix`: the Jacobian, if it is in memory. With many rows its products are faster
+        than transposed passes and, in single precision, more accurate.
     """
 
     jacobian: AbstractJacobian
     left: Float[Array, "n k"] | None = None
     right: Float[Array, "p k"] | None = None
     reduction: Float[Array, "m n"] | None = None
+    matrix: Float[Array, "m p"] | None = None
 
     @property
     def on_outputs(self) -> bool:
@@ -58,8 +61,8 @@ class Eigenvectors(eqx.Module):
     ) -> Float[Array, " k"]:
         r"""Return $U^\top r$ in the precision of the Jacobian, if outputs have more."""
         if self.left is None:
-            if self.jacobian.is_at_hand:  # sums of many rows are more accurate like this
-                gradient = matmul(self.jacobian.as_matrix().T, outputs)
+            if self.matrix is not None:
+                gradient = matmul(self.matrix.T, outputs)
             else:
                 gradient, _ = ravel_pytree(self.jacobian.pull_back(outputs))
             along = matmul(self.smaller.T, gradient.astype(self.smaller.dtype))
