@@ -355,8 +355,9 @@ def test_files_that_are_not_kernels(tmp_path):
     np.save(tmp_path / "cut.npy", np.ones((3, 3)))
     with pytest.raises(ValueError, match="damaged"):
         kernel(x, file=tmp_path / "cut")
-    with pytest.raises(ValueError, match="cannot be written"):
-        kernel(x, file=tmp_path / "k.npy" / "below")
+    for place in (tmp_path / "k.npy" / "below", tmp_path / "zero\0byte"):
+        with pytest.raises(ValueError, match="cannot be written"):
+            kernel(x, file=place)
     with locked(tmp_path / "k.npy.lock") as is_alone:
         assert is_alone
         with pytest.raises(ValueError, match="another process"):

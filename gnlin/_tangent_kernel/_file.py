@@ -67,7 +67,7 @@ class KernelFile(NamedTuple):
             _reserve(new)
             self._note(tile, 0)
             os.replace(new, self._part)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             new.unlink(missing_ok=True)
             raise self._unwritable(error) from error
         return tile, 0
@@ -75,11 +75,12 @@ class KernelFile(NamedTuple):
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other processes from writing the file in the meantime."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            raise self._unwritable(error) from error
-        with locked(_beside(self.path, ".lock")) as is_alone:
+        with contextlib.ExitStack() as stack:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                is_alone = stack.enter_context(locked(_beside(self.path, ".lock")))
+            except (OSError, ValueError) as error:
+                raise self._unwritable(error) from error
             if not is_alone:
                 raise ValueError(
                     f"`file` is {str(self.path)!r}, which another process is writing: "
