@@ -297,6 +297,9 @@ def _draw_differences(
             panel.set_xlim(_ends([by_task[name] for name in shown]))
             panel.set_ylabel(f"Test error, $K$ steps less damping ({unit})")
             if panel.get_legend_handles_labels()[0]:
+                if any(map(_has_equal_solution, shown.values())):
+                    label = "less damping that solves as much"
+                    panel.plot([], [], ":", color=BLACK, label=label)
                 below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
                 panel.legend(fontsize="small", ncols=2, **below)
 
@@ -323,11 +326,16 @@ def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> N
     mean = _where(known, np.nanmean(parts[:, known], axis=0))
     axes.plot(dampings, mean, "o-", color=colour, label=label)
     fill(axes, dampings, low, high, colour)
-    if task.loss.is_quadratic and not task.in_decades:
+    if _has_equal_solution(task):
         left = scale * difference_at_equal_solution(task, a, b)
         some = np.isfinite(left).mean(axis=0) > MOST_UNFINISHED
         mean = _where(some, np.nanmean(left[:, some], axis=0))
         axes.plot(dampings, mean, ":", color=colour)
+
+
+def _has_equal_solution(task: Task) -> bool:
+    """Whether damping that solves as much of the kernel as K steps is drawn, too."""
+    return task.loss.is_quadratic and not task.in_decades
 
 
 def _where(
