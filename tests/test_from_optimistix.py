@@ -219,3 +219,41 @@ def test_a_loss_in_place_of_residuals():
         optx.root_find(lambda y, _: y**2 - 2, solver, jnp.array(1.0))
         optx.least_squares(gnlin.Residuals(lambda y, _: jnp.sum(y - 1)), solver, two)
         optx.least_squares(lambda y, _: jnp.sum(y - 1)[None], solver, two)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_one_equation_in_several_unknowns(has_aux):
+    """`root_find` says that its function is to be zero, and not a loss. A user's own
+    auxiliary data say no such thing."""
+    number = lambda y: jnp.sum(y**2) - 2
+    equation = lambda y, _: (number(y), y) if has_aux else number(y)
+    solver, two = gnlin.LevenbergMarquardt(atol=1e-6), jnp.array([1.0, 2.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = optx.root_find(equation, solver, two, has_aux=has_aux)
+    np.testing.assert_allclose(np.sum(np.square(found.value)), 2, atol=1e-6)
+    with pytest.warns(UserWarning, match="returns one number"):
+        pair = lambda y, _: (number(y), (jnp.sum(y), y))
+        optx.least_squares(pair, solver, two, has_aux=True)
+
+
+def pascals_and_fractions(u, _=None):
+    """A mole fraction u[0] and a pressure u[1], by two equations in Pa."""
+    return jnp.stack([u[0] * 101325 - u[1], u[1] - 47000 * u[0] ** 2 - 1e4])
+
+
+def test_a_root_is_judged_in_the_units_of_the_function():
+    """The smaller root of a quadratic equation, in closed form. `root_find` compares f with
+    `atol`, and no point has an f below the rounding of 1e4."""
+    start, solver = jnp.array([0.5, 5e4]), gnlin.LevenbergMarquardt
+    fraction = 2e4 / (101325 + np.sqrt(101325**2 - 4 * 47000 * 1e4))
+    root = [fraction, 101325 * fraction]
+    judged = optx.root_find(pascals_and_fractions, solver(), start, throw=False)
+    found = [
+        judged.value,
+        optx.root_find(pascals_and_fractions, solver(atol=1e-6), start).value,
+        optx.least_squares(pascals_and_fractions, solver(), start).value,
+        gnlin.solve(start, gnlin.Residuals(pascals_and_fractions)).model,
+    ]
+    for each in found:
+        np.testing.assert_allclose(each, root, rtol=1e-14)

@@ -224,12 +224,24 @@ def aux_of(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Any
     return fn(y, args)[1] if jax.tree.leaves(aux) else aux
 
 
+def _is_equation(fn: Callable, y: PyTree[Array], args: Any) -> bool:
+    """Whether the auxiliary data of a function that returns one number are a pair of this
+    same number and others, as `optimistix.root_find` makes them."""
+    closed, (_, aux), _ = eqx.filter_make_jaxpr(fn)(y, args)
+    if not (isinstance(aux, tuple) and len(aux) == 2 and jax.tree.leaves(aux[0])):
+        return False
+    number, again, *_ = _copied(closed.jaxpr.outvars, closed.jaxpr)
+    return number is again
+
+
 def check_number(fn: Callable, y: PyTree[Array], args: Any, outputs: PyTree) -> None:
     """Warn if a plain function of several parameters returns one number, which is rarely
-    a residual, and mostly a loss."""
+    a residual, and mostly a loss. `optimistix.root_find` says that it is a residual."""
     leaves = jax.tree.leaves(outputs)
     is_number = len(leaves) == 1 and leaves[0].shape == ()
-    if is_number and _tree.size(y) > 1 and recognised(fn, y, args) is None:
+    if not is_number or _tree.size(y) == 1 or _is_equation(fn, y, args):
+        return
+    if recognised(fn, y, args) is None:
         warn(
             "The function returns one number, and the solver minimises its square, so "
             "the run looks for a zero. If it is a loss to be minimised, return the "
