@@ -232,8 +232,8 @@ def test_one_equation_in_several_unknowns(has_aux):
         warnings.simplefilter("error")
         found = optx.root_find(equation, solver, two, has_aux=has_aux)
     np.testing.assert_allclose(np.sum(np.square(found.value)), 2, atol=1e-6)
+    pair = lambda y, _: (number(y), (jnp.sum(y), y))
     with pytest.warns(UserWarning, match="returns one number"):
-        pair = lambda y, _: (number(y), (jnp.sum(y), y))
         optx.least_squares(pair, solver, two, has_aux=True)
 
 
@@ -243,8 +243,8 @@ def pascals_and_fractions(u, _=None):
 
 
 def test_a_root_is_judged_in_the_units_of_the_function():
-    """The smaller root of a quadratic equation, in closed form. `root_find` compares f with
-    `atol`, and no point has an f below the rounding of 1e4."""
+    """The smaller root of a quadratic equation, in closed form. `root_find` compares f
+    with `atol`, and f cannot fall below the rounding of 1e4."""
     start, solver = jnp.array([0.5, 5e4]), gnlin.LevenbergMarquardt
     fraction = 2e4 / (101325 + np.sqrt(101325**2 - 4 * 47000 * 1e4))
     root = [fraction, 101325 * fraction]
