@@ -15,6 +15,15 @@ from .._common._words import how_many
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
+from ._advice import (
+    bounded,
+    either,
+    elsewhere,
+    has_starts,
+    known_noise,
+    many_starts,
+    starts_at_best,
+)
 from ._curve import Data
 from ._hidden import of_vanishing_derivative, of_zero_derivative
 from ._not_finite import of_extreme_squares, what_is_not_finite
@@ -62,7 +71,8 @@ def _failure(fit: "CurveFit") -> str:
     if name == "nonlinear_max_steps_reached":
         if steps < fit._setting.max_steps:
             return f"interrupted after {how_many(steps, 'step')}"
-        return f"{in_words(name, steps)}: raise `max_steps`, or start closer"
+        ways = either("raise `max_steps`", elsewhere(fit, "start closer"))
+        return f"{in_words(name, steps)}: {ways}"
     if cause := what_is_not_finite(fit):
         return cause
     if name == "stagnation" and fit._setting.curve.has_loops:
@@ -103,7 +113,7 @@ def _without_maximum(fit: "CurveFit") -> str:
     if _are_separated(fit):
         return (
             "the curve separates successes from failures, so that the likelihood has no "
-            "maximum: set bounds, or use fewer parameters"
+            f"maximum: {bounded(fit)}, or use fewer parameters"
         )
     ways, words = escaping(fit), {1: "rises", -1: "falls"}
     if not ways.any():
@@ -118,7 +128,7 @@ def _without_maximum(fit: "CurveFit") -> str:
     return (
         f"the likelihood has no maximum, and {' and '.join(which)} without end, as for a "
         "group whose counts are all 0, whose trials all end alike, or whose values are "
-        "all censored: set bounds, or use fewer parameters"
+        f"all censored: {bounded(fit, ways != 0)}, or use fewer parameters"
     )
 
 
@@ -142,11 +152,12 @@ def complaint(fit: "CurveFit") -> str:
         place = f"at point {point}"
         if fit._data is not None:
             place, *_ = place_of(point, fit._like_y())
+        bounds = bounded(fit, words=" that keep the rate positive")
         return (
             f"`gnlin.curve_fit`: the rate falls to 0 {place}, where the count is 0. The "
-            "fit ends somewhere on this edge, and its errors mean nothing: set bounds "
-            "that keep the rate positive, or let `f` return the logarithm of the rate, "
-            "and use `gnlin.losses.PoissonNLL()`."
+            "fit ends somewhere on this edge, and its errors mean nothing: "
+            f"{bounds}, or let `f` return the logarithm of the rate, and use "
+            "`gnlin.losses.PoissonNLL()`."
         )
     if failure := _failure(fit):
         if fit.losses is not None:
@@ -160,16 +171,13 @@ def complaint(fit: "CurveFit") -> str:
         are_all = bool(np.isnan(fit._end.variance))
         if are_all or _part(fit, ignored) > _MOST:
             which = "all points" if are_all else _some(fit, ignored)
+            ways = either(elsewhere(fit, "start closer"), "raise the loss's `delta`")
             return (
                 f"`gnlin.curve_fit`: the loss ignores {which}, because they are far "
-                "from the curve: start closer, or raise the loss's `delta`."
+                f"from the curve: {ways}."
             )
         if _part(fit, outlying) > _MOST_OUTLYING:
-            return (
-                f"`gnlin.curve_fit`: {_some(fit, outlying)} are outliers, so that this "
-                "is probably not the best minimum: start closer, set `bounds`, or pass "
-                "`starts` with them. If it is, `f` misses a part of the data."
-            )
+            return f"`gnlin.curve_fit`: {_of_outliers(fit)}"
     if not fit._end.covariance.is_whole:
         return (
             "`gnlin.curve_fit`: the standard errors are too small, because they leave "
@@ -184,17 +192,32 @@ def complaint(fit: "CurveFit") -> str:
             where += ", or the likelihood between the bounds"
         return (
             "`gnlin.curve_fit`: the data do not determine all parameters: "
-            f"{where}. Fix one of them, pass more points, or start elsewhere."
+            f"{where}: {either('fix one of them', 'pass more points', elsewhere(fit))}."
         )
     if own := of_own_values(fit):
         return f"`gnlin.curve_fit`: {own}."
     if fit._setting.is_estimated and not float(fit.degrees_of_freedom) > 0:
-        other = "" if fit._setting.is_robust else "`sigma` and `absolute_sigma=True`, or "
         return (
-            "`gnlin.curve_fit`: there are no more points than parameters, so the "
-            f"errors cannot be estimated: pass {other}more points."
+            "`gnlin.curve_fit`: there are no more points than parameters, so the errors "
+            f"cannot be estimated: {either(known_noise(fit), 'pass more points')}."
         )
     return ""
+
+
+def _of_outliers(fit: "CurveFit") -> str:
+    """Say what many outliers mean, and what has not been tried yet."""
+    some = f"{_some(fit, outlying)} are outliers"
+    if fit.losses is not None and (number := starts_at_best(fit)) > 1:
+        return (
+            f"{some} at the best minimum that {fit.losses.size} starts have found, and "
+            f"{number} of them ended there: `f` may miss a part of the data."
+        )
+    ways = either(elsewhere(fit, "start closer"), many_starts(fit))
+    of_starts = f", where 1 of {fit.losses.size} starts ended" if has_starts(fit) else ""
+    return (
+        f"{some}{of_starts}, so that this is probably not the best minimum: {ways}. If "
+        "it is, `f` misses a part of the data."
+    )
 
 
 def _part(fit: "CurveFit", of: Callable) -> np.ndarray:

@@ -12,6 +12,7 @@ from .._common._checks import is_traced
 from .._common._tree import ravel_pytree, Structure
 from .._common._words import how_many
 from .._linearisation._linearisation import linearise
+from ._advice import either, elsewhere
 from ._curve import Data
 from ._problem import FitSettings, flat_box, Posed
 from ._statistics import Fitted
@@ -185,11 +186,11 @@ def of_vanishing_derivative(fit: "CurveFit") -> str:
             f"is lower beside it: start {it} elsewhere"
         )
     names, _, its = _named(fit, fit._hidden.vanishing)
+    other = "fit a parameter by which `f` has a derivative there, such as `c` in place of"
+    start = elsewhere(fit, "start elsewhere if you expect another minimum")
     return (
         f"the derivative of `f` by {names} is zero at the minimum, though not beside it, "
-        f"so that {its} not known: start elsewhere if you expect another minimum, or "
-        "fit a parameter by which `f` has a derivative there, such as `c` in place of "
-        "`b**2`"
+        f"so that {its} not known: {either(start, f'{other} `b**2`')}"
     )
 
 

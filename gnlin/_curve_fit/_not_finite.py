@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._common._words import how_many, name_of
 from .._training._messages import result_name
+from ._advice import at_the_start, bounded, either, elsewhere
 from ._curve import rounding
 from ._points import num_of, place_of
 
@@ -89,11 +90,10 @@ def what_is_not_finite(fit: "CurveFit") -> str:
             f"{what} is not finite at {points}, first at point {entry:,}: "
             "leave out points where it is not, or start elsewhere"
         )
+    ways = elsewhere(fit), bounded(fit)
+    more_steps = "let a solver that `f` calls take more steps"
     if where.of_curve and number == data.y.size:
-        return (
-            "`f` is not finite at the start: start elsewhere, set bounds, or let a "
-            "solver that `f` calls take more steps"
-        )
+        return f"`f` is not finite {at_the_start(fit)}: {either(*ways, more_steps)}"
     place = _place(fit, entry, data.x)
     if number > 1:
         points, numbers = num_of(fit._like_y(), data.x)
@@ -102,10 +102,9 @@ def what_is_not_finite(fit: "CurveFit") -> str:
             others = f"in {number - 1} more of the {numbers} numbers of `f`"
         place += f" and {others}"
     if where.of_curve:
-        return (
-            f"`f` is not finite at the start {place}: leave out points where `f` is not "
-            "defined, start elsewhere, or let a solver that `f` calls take more steps"
-        )
+        leave_out = "leave out points where `f` is not defined"
+        ways = either(leave_out, *ways, more_steps)
+        return f"`f` is not finite {at_the_start(fit)} {place}: {ways}"
     return (
         f"the derivative of `f` by {_by(fit, entry, data.x)} is not finite {place}, "
         "although `f` is: leave this point out, or rewrite `f` so that no intermediate "
@@ -117,15 +116,13 @@ def _why_loss_is_not_finite(fit: "CurveFit") -> str:
     """Return why the loss of a curve that is finite is not, or an empty string."""
     loss, likelihood = float(fit._end.loss), fit._setting.likelihood
     if likelihood is not None and not np.isfinite(loss):
-        rate = ""
-        if getattr(likelihood, "log_input", False):
-            rate = "pass `log_input=False` if `f` is a rate, "
-        return (
-            f"the loss is not finite at `f(start, x)`: {rate}start elsewhere, or set "
-            "bounds"
-        )
+        is_log = getattr(likelihood, "log_input", False)
+        rate = "pass `log_input=False` if `f` is a rate" if is_log else ""
+        ways = either(rate, elsewhere(fit), bounded(fit))
+        return f"the loss is not finite {at_the_start(fit)}: {ways}"
     if not loss <= np.finfo(np.float64).max ** 0.5:
-        return "the residuals' squares overflow: start closer, or take larger units of y"
+        ways = either(elsewhere(fit, "start closer"), "take larger units of y")
+        return f"the residuals' squares overflow: {ways}"
     return ""
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from .._common._words import abridged, aligned, how_many, names_of, rounded
 from ..losses._base import has_observed_root
-from ._curve import rounding
+from ._advice import starts_at_best
 from ._ending import some_directions
 from ._likelihood import is_known
 from ._points import listed, total
@@ -50,11 +50,10 @@ def report(fit: "CurveFit") -> str:
             lines += ["", f"{how_many(number, 'outlier')}, {at} {where}"]
     if fit.losses is not None and np.isfinite(fit.losses[0]):
         losses = np.asarray(fit.losses)
-        same = int(np.sum(losses <= losses[0] + 1e-3 * abs(losses[0]) + _rounding(fit)))
         lines += [
             "",
-            f"{same} of {losses.size} starts reached the best loss, {losses[0]:.6g}; the "
-            f"worst loss is {losses[-1]:.6g}",
+            f"{starts_at_best(fit)} of {losses.size} starts reached the best loss, "
+            f"{losses[0]:.6g}; the worst loss is {losses[-1]:.6g}",
         ]
     if undetermined := some_directions(fit, "; "):
         lines += ["", f"not determined: {undetermined}"]
@@ -69,14 +68,6 @@ def _how_many(fit: "CurveFit") -> str:
     number = num_points(fit)
     of = " of " + how_many(numbers, "number")
     return how_many(number, "point") + of * (numbers != number)
-
-
-def _rounding(fit: "CurveFit") -> float:
-    """Return the loss that rounding of y alone may leave."""
-    assert fit._data is not None  # fits in parts have one start
-    of_one, number = float(rounding(fit._data)), float(fit._end.num_points)
-    is_square = fit._setting.likelihood is None
-    return number * (0.5 * of_one**2 if is_square else of_one)
 
 
 def _how_well(fit: "CurveFit") -> list[str]:

@@ -1,0 +1,95 @@
+"""What a message advises, which depends on the arguments that the fit was given."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .._common._words import how_many
+from ._curve import rounding
+from ._problem import flat_box
+
+
+if TYPE_CHECKING:
+    from ._result import CurveFit
+
+# Losses that differ by less than this part belong to one minimum.
+_ALIKE = 1e-3
+
+
+def either(*ways: str) -> str:
+    """Join ways out by "or"; empty ones were tried already, and are left out."""
+    *first, last = filter(None, ways)
+    return f"{', '.join(first)}, or {last}" if first else last
+
+
+def elsewhere(fit: "CurveFit", words: str = "start elsewhere") -> str:
+    """Advise another start, or nothing if the best of many starts was taken."""
+    return "" if has_starts(fit) else words
+
+
+def bounded(fit: "CurveFit", which: np.ndarray | bool = True, words: str = "") -> str:
+    """Advise bounds, or narrower ones if there are some already.
+
+    - `which`: the free parameters that need bounds; all by default.
+    - `words`: what the bounds are to do.
+    """
+    narrower = "narrower " * _are_bounded(fit, which)
+    return f"set {narrower}`bounds`{words}"
+
+
+def many_starts(fit: "CurveFit") -> str:
+    """Advise `starts`, which are drawn between finite bounds; or more of them."""
+    if has_starts(fit):
+        return "pass more `starts`"
+    is_box = bool(np.all([np.isfinite(side) for side in _box(fit)]))
+    return "pass `starts`" if is_box else "pass `starts` and finite `bounds`"
+
+
+def known_noise(fit: "CurveFit") -> str:
+    """Advise errors of the data, or that those that were given are absolute; nothing for
+    a robust loss, whose scale depends on the residuals."""
+    if fit._setting.is_robust:
+        return ""
+    is_given = fit._data is not None and (
+        fit._data.sigma_x is not None or bool(np.any(np.asarray(fit._data.sigma) != 1))
+    )
+    sigma = "" if is_given else "`sigma` and "
+    absolute = ", if `sigma` is in the units of y" if is_given else ""
+    return f"pass {sigma}`absolute_sigma=True`{absolute}"
+
+
+def has_starts(fit: "CurveFit") -> bool:
+    return fit.losses is not None
+
+
+def starts_at_best(fit: "CurveFit") -> int:
+    """Return how many of the starts of one data set reached the best loss."""
+    losses = np.asarray(fit.losses)
+    most = losses[0] + _ALIKE * abs(losses[0]) + _rounding(fit)
+    return int(np.sum(losses <= most))
+
+
+def at_the_start(fit: "CurveFit") -> str:
+    """Say where the curve was evaluated: at one start, or at many."""
+    if fit.losses is None:
+        return "at the start"
+    return f"at any of {how_many(fit.losses.size, 'start')}"
+
+
+def _are_bounded(fit: "CurveFit", which: np.ndarray | bool) -> bool:
+    low, high = _box(fit)
+    return bool(np.any((np.isfinite(low) | np.isfinite(high)) & which))
+
+
+def _box(fit: "CurveFit") -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds of the free parameters of one data set, flat."""
+    box = flat_box(fit._setting.solver.bounds, fit._end.parameters)
+    return np.asarray(box.lower), np.asarray(box.upper)
+
+
+def _rounding(fit: "CurveFit") -> float:
+    """Return the loss that rounding of y alone may leave."""
+    assert fit._data is not None  # fits in parts have one start
+    of_one, number = float(rounding(fit._data)), float(fit._end.num_points)
+    is_square = fit._setting.likelihood is None
+    return number * (0.5 * of_one**2 if is_square else of_one)
