@@ -56,6 +56,22 @@ def _is_scipys(fit, curve, x, y) -> bool:
     return np.allclose(start, found.x, rtol=1e-5)
 
 
+def _is_of_series(n) -> bool:
+    """Return whether a filter's variances are those of SciPy, and their errors those of
+    a Hessian by differences."""
+    loss = jax.jit(lambda q: n["negative"](jnp.asarray(q)))
+    slope, h = jax.jit(jax.grad(loss)), 1e-4 * np.eye(2)
+    found = scipy.optimize.minimize(loss, [0.0, 0.0], jac=slope, tol=1e-8)
+    hessian = [(slope(found.x + d) - slope(found.x - d)) / 2e-4 for d in h]
+    errors = np.sqrt(np.diagonal(np.linalg.inv(hessian)))
+    flat = lambda tree: jax.flatten_util.ravel_pytree(tree)[0]
+    return (
+        np.allclose(flat(n["of_series"].model), found.x, atol=1e-5)
+        and np.allclose(flat(n["observed"]), errors, rtol=1e-5)
+        and np.allclose(flat(n["its_errors"]), errors, rtol=0.05)
+    )
+
+
 def _covers_counts(n) -> bool:
     """Return whether new counts are in their intervals as often as these promise."""
     mean = 10 * n["decay"](n["true"], n["new_t"])
@@ -213,6 +229,7 @@ REACHED = {
         and abs(n["dispersion"].value - 0.5) < 2 * n["dispersion"].standard_error
         and _covers_counts(n)
         and _is_information(n)
+        and _is_of_series(n)
         and _is_kaufmans(n)
         and _is_near(n["binding"], {"protein": 2.0, "k": 0.5})
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1

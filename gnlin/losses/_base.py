@@ -26,7 +26,8 @@ Reduction = Literal["sum", "mean"]
 
 
 class AbstractLoss(eqx.Module):
-    """A convex loss of a model's outputs for *one example*.
+    """A convex loss of a model's outputs for *one example*. A group without data is one
+    example, whose loss is of everything that the group's function returns.
 
     A subclass must define the method `value` and the field `reduction`. By default,
     gradient and Hessian come from automatic differentiation, and a c x c Hessian is
@@ -92,7 +93,9 @@ class AbstractLoss(eqx.Module):
         if jnp.shape(value) != ():
             raise ValueError(
                 f"`value` of {type(self).__name__} must return one number, the loss of "
-                f"one example, but returns the shape {jnp.shape(value)}: take the sum."
+                f"one example, but returns the shape {jnp.shape(value)} for outputs of "
+                f"the shape {_tree.listed_shapes(outputs)}: take the sum over all of "
+                "them (a group without data is one example)."
             )
         return value
 
