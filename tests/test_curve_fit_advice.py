@@ -42,17 +42,21 @@ def test_many_outliers_at_the_best_of_many_starts():
     starts that ended there, and advises no starts and no bounds."""
     y, good = contaminated(16)
     loss = gnlin.losses.Tukey(4.685)
-    options = {"loss": loss, "sigma": 0.1, "bounds": BOX, "starts": 16}
-    fit, message = told(line, X, y, LINE, **options)
+    options = {"loss": loss, "sigma": 0.1, "bounds": {"m": (0.0, 4.0), "c": (-5.0, 5.0)}}
+    start = {"m": 1.0, "c": 0.0}
+    fit, message = told(line, X, y, start, **options, starts=16)
     expected = np.polyfit(X[good], y[good], 1)
     np.testing.assert_allclose([*fit.parameters.values()], expected[::-1], atol=0.05)
     losses = np.asarray(fit.losses)
     number = np.sum(losses <= losses[0] * 1.001)
     assert number > 1
-    assert f"16 starts have found, and {number} of them ended there" in message
+    assert f"16 starts found, and {number} of them ended there" in message
     assert "`f` may miss a part of the data" in message
     for followed in ("start closer", "set `bounds`", "pass `starts`"):
         assert followed not in message
+    _, message = told(line, X, y, start, **options | {"bounds": BOX}, starts=64)
+    assert "64 starts found, and 1 of them ended there, so that there may be" in message
+    assert message.endswith("pass more `starts`.")
 
 
 @pytest.mark.slow

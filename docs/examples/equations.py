@@ -154,20 +154,29 @@ def solvers(bounds):
     }
 
 
+def runs_of(own, in_sizes, start, bounds):
+    """Return the results of all solvers, and those in the equations' own units."""
+    runs = {"SciPy": by_scipy(in_sizes, start)}
+    for name, solver in solvers(bounds).items():
+        runs[name] = by_gnlin(in_sizes, start, solver)
+    runs["SciPy, own units"] = by_scipy(own, start)
+    solver = gnlin.LevenbergMarquardt(bounds=bounds)
+    runs["with bounds, own units"] = by_gnlin(own, start, solver)
+    return runs
+
+
 def main():
+    print("| system | solver | steps or evaluations | relative error | is content |")
+    print("|---|---|---|---|---|")
     for name, own, in_sizes, start, bounds in SYSTEMS:
-        near = next(s[3] for s in SYSTEMS if s[1] is own)
+        near = next(system[3] for system in SYSTEMS if system[1] is own)
         root, *_ = by_scipy(in_sizes, near, tol=1e-15)
-        for units, equations in (("own units", own), ("scaled", in_sizes)):
-            runs = {"SciPy": by_scipy(equations, start)}
-            for which, solver in solvers(bounds).items():
-                runs[which] = by_gnlin(equations, start, solver)
-            for which, (found, steps, is_well) in runs.items():
-                error = np.max(np.abs(found - root) / np.abs(root))
-                print(
-                    f"| {name}, {units} | {which} | {steps} | {error:.0e} | {is_well} |",
-                    flush=True,
-                )
+        for solver, run in runs_of(own, in_sizes, start, bounds).items():
+            found, steps, is_well = run
+            error = np.max(np.abs(found - root) / np.abs(root))
+            print(
+                f"| {name} | {solver} | {steps} | {error:.0e} | {is_well} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from ._advice import (
     bounded,
     either,
     elsewhere,
-    has_starts,
     known_noise,
     many_starts,
     starts_at_best,
@@ -207,17 +206,17 @@ def complaint(fit: "CurveFit") -> str:
 def _of_outliers(fit: "CurveFit") -> str:
     """Say what many outliers mean, and what has not been tried yet."""
     some = f"{_some(fit, outlying)} are outliers"
-    if fit.losses is not None and (number := starts_at_best(fit)) > 1:
+    if fit.losses is None:
         return (
-            f"{some} at the best minimum that {fit.losses.size} starts have found, and "
-            f"{number} of them ended there: `f` may miss a part of the data."
+            f"{some}, so that this is probably not the best minimum: "
+            f"{either('start closer', many_starts(fit))}. If it is, `f` misses a part of "
+            "the data."
         )
-    ways = either(elsewhere(fit, "start closer"), many_starts(fit))
-    of_starts = f", where 1 of {fit.losses.size} starts ended" if has_starts(fit) else ""
-    return (
-        f"{some}{of_starts}, so that this is probably not the best minimum: {ways}. If "
-        "it is, `f` misses a part of the data."
-    )
+    number, of = starts_at_best(fit), how_many(fit.losses.size, "start")
+    some += f" at the best minimum that {of} found, and {number} of them ended there"
+    if number > 1:
+        return f"{some}: `f` may miss a part of the data."
+    return f"{some}, so that there may be a better one: {many_starts(fit)}."
 
 
 def _part(fit: "CurveFit", of: Callable) -> np.ndarray:
