@@ -15,14 +15,7 @@ from .._common._words import how_many
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
-from ._advice import (
-    bounded,
-    either,
-    elsewhere,
-    known_noise,
-    many_starts,
-    starts_at_best,
-)
+from ._advice import bounded, either, elsewhere, known_noise, many_starts, starts_at_best
 from ._curve import Data
 from ._hidden import of_vanishing_derivative, of_zero_derivative
 from ._not_finite import of_extreme_squares, what_is_not_finite
