@@ -36,8 +36,8 @@ class OfTwo(gnlin.authoring.AbstractLoss):
 def test_a_loss_of_one_time_for_a_group_of_all():
     group = gnlin.Residuals(lambda p, _: p["a"] * jnp.ones((300, 2)), loss=OfTwo())
     said = (
-        r"the shape \(2,\) for outputs of the shape \(300, 2\): take the sum over all of "
-        r"them \(a group without data is one example\)"
+        r"one example \(a group without data is one\), but returns the shape \(2,\) for "
+        r"outputs of the shape \(300, 2\): sum over all"
     )
     with pytest.raises(ValueError, match=said):
         gnlin.solve({"a": jnp.array(0.0)}, group)

@@ -26,16 +26,14 @@ Reduction = Literal["sum", "mean"]
 
 
 class AbstractLoss(eqx.Module):
-    """A convex loss of a model's outputs for *one example*. A group without data is one
-    example, whose loss is of everything that the group's function returns.
+    """A convex loss of a model's outputs for *one example*, as a group without data is.
 
     A subclass must define the method `value` and the field `reduction`. By default,
     gradient and Hessian come from automatic differentiation, and a c x c Hessian is
     factorised for each example with c outputs. To avoid this, define `gradient` and
     `factor` in closed form, or subclass [`gnlin.authoring.AbstractElementwiseLoss`][] if
     the loss is a sum over outputs. If the loss is not convex, steps take negative
-    curvature as zero. A piecewise linear loss, such as the absolute error, has no
-    curvature: round its kinks.
+    curvature as zero. A piecewise linear loss has no curvature: round its kinks.
 
     **Attributes:**
 
@@ -90,12 +88,11 @@ class AbstractLoss(eqx.Module):
 
     def _number(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
         value = self.value(outputs, target)
-        if jnp.shape(value) != ():
+        if (shape := jnp.shape(value)) != ():
             raise ValueError(
                 f"`value` of {type(self).__name__} must return one number, the loss of "
-                f"one example, but returns the shape {jnp.shape(value)} for outputs of "
-                f"the shape {_tree.listed_shapes(outputs)}: take the sum over all of "
-                "them (a group without data is one example)."
+                f"one example (a group without data is one), but returns the shape {shape} "
+                f"for outputs of the shape {_tree.listed_shapes(outputs)}: sum over all."
             )
         return value
 
