@@ -88,10 +88,10 @@ class AbstractLoss(eqx.Module):
 
     def _number(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
         value = self.value(outputs, target)
-        if (shape := jnp.shape(value)) != ():
+        if (got := jnp.shape(value)) != ():
             raise ValueError(
                 f"`value` of {type(self).__name__} must return one number, the loss of "
-                f"one example (a group without data is one), but returns the shape {shape} "
+                f"one example (a group without data is one), but returns the shape {got} "
                 f"for outputs of the shape {_tree.listed_shapes(outputs)}: sum over all."
             )
         return value
