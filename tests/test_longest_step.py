@@ -201,3 +201,75 @@ def test_a_step_within_rounding_is_computed_once():
     iterations = solution.history.num_inner_steps
     last = solution.stats["num_inner_steps"] - np.sum(iterations)
     assert last < 1.5 * iterations[-1]
+
+
+def reactors(u, feed):
+    """Six stirred reactors in a row, with a recycle: balances of moles (of order 1e3) and
+    of energy (1e9), and the split of the last stream."""
+    a, b, temperature, recycle = u["a"], u["b"], u["temperature"], u["recycle"]
+    first = 1e8 * jnp.exp(-7000 / temperature) * a
+    second = 1e9 * jnp.exp(-8500 / temperature) * b
+    flow = 1 + recycle
+
+    def entering(fresh, x):
+        mixed = (fresh + recycle * x[-1]) / flow
+        return jnp.concatenate([mixed[None], x[:-1]])
+
+    heat = 4e6 * flow * (entering(feed, temperature) - temperature)
+    return {
+        "a": flow * (entering(1000.0, a) - a) - 0.5 * first,
+        "b": flow * (entering(0.0, b) - b) + 0.5 * (first - second),
+        "heat": heat + 4e4 * first + 5e4 * second - 6e5 * (temperature - 300),
+        "split": recycle - 0.3 * flow,
+    }
+
+
+def test_a_system_of_equations_in_very_different_units_is_solved():
+    """With damped steps the run ends in a narrow valley: only the undamped step satisfies
+    the equations whose units are large."""
+    low = {"a": 200.0, "b": 50.0, "temperature": 305.0, "recycle": 0.2}
+    high = {"a": 900.0, "b": 500.0, "temperature": 390.0, "recycle": 1.0}
+    keys = jax.random.split(jax.random.key(0), (len(low), 12))
+    starts = {
+        name: jax.random.uniform(
+            key[0], (12,) if name == "recycle" else (12, 6), float, low[name], high[name]
+        )
+        for name, key in zip(low, keys, strict=True)
+    }
+
+    def solved(start):
+        solver = gnlin.LevenbergMarquardt()
+        solution = least_squares(reactors, solver, start, jnp.array(310.0), max_steps=50)
+        return solution.value, solution.stats["num_steps"]
+
+    found, num_steps = jax.vmap(solved)(starts)
+    assert num_steps.max() <= 10
+    np.testing.assert_allclose(found["recycle"], 3 / 7, rtol=1e-9)
+    for index in range(12):
+        one = jax.tree.map(lambda x, i=index: np.asarray(x[i]), found)
+        left = reactors(one, 310.0)
+        assert np.abs(left["heat"]).max() < 1  # of terms of 1e9
+        assert max(np.abs(left["a"]).max(), np.abs(left["b"]).max()) < 1e-6
+
+
+def test_an_undamped_step_that_breaks_its_promise_is_not_taken():
+    """The run then is that of the usual first damping, but for one trial."""
+    y0, args = wavy(4.0, 8)
+    r, jacobian = sines_numpy(y0, args)
+    step = np.linalg.lstsq(jacobian, -r, rcond=None)[0]
+    predicted = half_squares(r) - half_squares(r + jacobian @ step)
+    kept = half_squares(r) - half_squares(sines_numpy(y0 + step, args)[0])
+    assert kept < 0.75 * predicted
+    usual, bold = (
+        gnlin.LevenbergMarquardt(damping=LongestStep(initial=initial))
+        for initial in (1e-3, 0.0)
+    )
+    ends = [least_squares(sines, s, y0, as_jax(args), max_steps=4) for s in (usual, bold)]
+    np.testing.assert_array_equal(ends[0].value, ends[1].value)
+    tried = [end.stats["num_rejected_steps"] for end in ends]
+    assert tried[1] == tried[0] + 1
+
+
+def test_the_first_damping_may_not_be_negative():
+    with pytest.raises(ValueError, match="`initial`"):
+        LongestStep(initial=-1.0)

@@ -229,7 +229,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         are_dear = bool(cost.reads)
         num_trials = self._rule(lin.point, are_dear).num_trials
         way, scaling, method = self.planned(objective, problem, filter, num_trials)
-        rule = self._rule(lin.point, are_dear or way.stops_early)
+        rule = self._rule(lin.point, are_dear or way.stops_early, is_square=m == p)
         as_tree = lambda parameters: parameters
         if scaling != "identity":
             lin, as_tree = lin.in_one_array()
@@ -332,15 +332,22 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 most = jnp.maximum(most, more.astype(int))
         return memory, subproblem.truncated(tolerance, most)
 
-    def _rule(self, y: PyTree[Array], trials_are_dear: bool = False) -> AbstractDamping:
-        """Return the rule on a full batch."""
+    def _rule(
+        self, y: PyTree[Array], trials_are_dear: bool = False, is_square: bool = False
+    ) -> AbstractDamping:
+        """Return the rule on a full batch.
+
+        - `is_square`: whether there are as many residuals as parameters.
+        """
         damping = self.damping
         if isinstance(damping, AbstractDamping):
             return damping
         if damping is None and self.form == "quadratic":
             if trials_are_dear:
                 return _ONE_TRIAL
-            return LongestStep(detours=_tree.size(y) >= _FEWEST_WITH_DETOURS)
+            initial = 0.0 if is_square else _FIRST_DAMPING
+            detours = _tree.size(y) >= _FEWEST_WITH_DETOURS
+            return LongestStep(initial=initial, detours=detours)
         return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
     def planned(

@@ -208,7 +208,10 @@ class Trials:
             gentle = (
                 subproblem.length_of(bend).astype(dtype) <= _MAX_ACCELERATION * length
             )
-            bent = bend.step
+            # An undamped step cannot have a shorter correction, so it goes without one.
+            undamped = damping <= self.least_damping
+            bent = _tree.where(gentle | ~undamped, bend.step, _tree.zeros_like(bend.step))
+            gentle |= undamped
             if lin.box is not None:
                 bent = lin.box.within(lin.moved(step), bent)
             step, taken = _tree.axpy(0.5, bent, step), [answer, bend]

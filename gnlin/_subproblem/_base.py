@@ -349,9 +349,10 @@ def price_of_squaring(cost: Cost, filter: Filter) -> float:
 
 def serves_in_two_stages(cost: Cost, filter: Filter) -> bool:
     """Whether `CholeskyQR` serves: for dampings that are positive but may become tiny,
-    if the Jacobian and another matrix of its size fit in the memory budget."""
+    if the Jacobian and another matrix of its size fit in the memory budget. A square
+    Jacobian is that of a system of equations, which needs undamped steps."""
     m, p = cost.shape
-    fits = p <= m and cost.holds(2 * m * p)
+    fits = p < m and cost.holds(2 * m * p)
     return fits and isinstance(filter, InexactTikhonov) and vanishes(filter)
 
 

@@ -10,9 +10,11 @@ from .._common import _tree
 from .._common._checks import (
     as_scalar,
     check_count,
-    check_finite_positive,
+    check_finite_nonnegative,
     check_flag,
     check_fraction,
+    is_zero,
+    unless_zero,
 )
 from .._subproblem import AbstractSubproblem
 from ._base import AbstractFromFirst, Kept, Trial
@@ -35,6 +37,9 @@ _ALL, _PART_OF_ALL = 0.99, 0.3
 _MOVE, _LARGEST_MOVE = 3.0, 1e8
 # Multiple of `num_trials` allowed while no step lowers the loss by more than rounding.
 _LONG_WAY = 2
+# The part of its prediction that the undamped step has to keep if a run begins with it.
+# Otherwise the run begins with the first damping.
+_KEPT, _FIRST = 0.75, 1e-3
 # The longest step, as a multiple of the last one or, if that is longer, as a part of the
 # point. Without a limit NIST's BoxBOD ends on a plateau.
 _GROWTH, _SHORT = 3.0, 1e-3
@@ -99,7 +104,10 @@ class LongestStep(AbstractFromFirst):
 
     - `ratio`: $\rho$, between 0 and 1.
     - `num_trials`: the most dampings tried at a linearisation, once one is accepted.
-    - `initial`: the first $\lambda$, divided by the curvature along the gradient.
+    - `initial`: the first $\lambda$, divided by the curvature along the gradient. With 0
+        a run first tries the undamped step, and takes it if the loss falls by three
+        quarters of the prediction, and the step is no longer than the point. Otherwise
+        it begins with 0.001.
     - `detours`: whether to try detours.
 
     ??? cite "References"
@@ -115,14 +123,14 @@ class LongestStep(AbstractFromFirst):
 
     ratio: ScalarLike = eqx.field(default=0.25, converter=as_scalar)
     num_trials: int = eqx.field(default=10, static=True, kw_only=True)  # type: ignore
-    initial: ScalarLike = eqx.field(default=1e-3, converter=as_scalar, kw_only=True)
+    initial: ScalarLike = eqx.field(default=_FIRST, converter=unless_zero, kw_only=True)
     detours: bool = eqx.field(default=True, static=True, kw_only=True)  # type: ignore
 
     def __check_init__(self):
         check_fraction("ratio", self.ratio)
         check_count("num_trials", self.num_trials)
         check_flag("detours", self.detours)
-        check_finite_positive("initial", self.initial)
+        check_finite_nonnegative("initial", self.initial)
 
     def init(self, dtype: jnp.dtype) -> _Edge:
         zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
@@ -152,7 +160,11 @@ class LongestStep(AbstractFromFirst):
             next_damping=state.next_damping,
             boldness=state.boldness,
         )
-        return super().begin(another, subproblem)
+        if not is_zero(self.initial):
+            return super().begin(another, subproblem)
+        begun = dataclasses.replace(self, initial=_FIRST).begin(state, subproblem)
+        damping = jnp.where(state.next_damping < 0, 0, begun.damping)
+        return dataclasses.replace(begun, damping=damping, next_damping=begun.damping)
 
     def _excess(self, state: _Edge, trial: Trial) -> Float[Array, ""]:
         """Return the length of a step over the largest length."""
@@ -164,6 +176,9 @@ class LongestStep(AbstractFromFirst):
         ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
         ratio *= jnp.where(trial.share > _ALL, _PART_OF_ALL, 1)
         accepted = (trial.ratio >= ratio) & (self._excess(state, trial) <= 1)
+        if is_zero(self.initial):
+            kept = (trial.ratio >= _KEPT) & (trial.length <= trial.size)
+            accepted &= kept | (state.damping > 0)
         if not self.detours:
             return accepted
         worth = 1 - trial.part < (1 - state.gain) ** _WORTH
@@ -222,6 +237,10 @@ class LongestStep(AbstractFromFirst):
             gain=gain,
             is_over=found,
         )
+        if is_zero(self.initial):
+            damped = dataclasses.replace(state, damping=state.next_damping)
+            failed = (state.damping == 0) & ~good
+            searched = _tree.where(failed, damped, searched)
         return self._with_detours(state, trial, searched) if self.detours else searched
 
     def _with_detours(self, state: _Edge, trial: Trial, searched: _Edge) -> _Edge:
