@@ -307,7 +307,8 @@ class Run(AbstractRun):
             if carry.watch is not None and carry.watch.diverges:
                 self._now = self._now._replace(arrays=split(carry)[0])
                 self._fail()
-        doubt = after_batches(setting, self.history, made_all=not self._reason)
+        given = setting, self._stream.example, self.history
+        doubt = after_batches(*given, made_all=not self._reason)
         failed = result_name(self.result) in ("nonfinite", "nonlinear_divergence")
         if not (doubt or failed):
             given = self._stream, self._carry(), self.epoch, self.history

@@ -16,6 +16,7 @@ from .._common._checks import is_key
 from .._common._identity import checksum, program
 from .._common._quickly import few_passes
 from .._common._sharding import everywhere, keep
+from .._linearisation._group_loss import any_counts
 from .._linearisation._objective import BatchLoss
 from .._training._step import advanced, Carry, checked_outputs, StepSettings
 from ..losses import AbstractLoss
@@ -53,13 +54,13 @@ def _next(setting: StepSettings, carry: Carry, batch: tuple):
     data = setting.drawn(keep(data, setting.places.batch), number)
     outputs = checked_outputs(setting, carry.parameters, carry.model_state, data)
     args = setting.args(data[0], number, carry.model_state)
+    leading, counts = size if wider > size else None, None
     objective = setting.objective(
-        outputs,
-        data,
-        num_leading=size if wider > size else None,
-        is_sample=setting.streaming,
+        outputs, data, num_leading=leading, is_sample=setting.streaming
     )
-    new, row, moved = advanced(setting, objective, args, carry, number)
+    if setting.streaming:
+        counts = any_counts(setting.loss, data, leading)
+    new, row, moved = advanced(setting, objective, args, carry, number, counts)
     new = keep(new, setting.places.carry)
     state = new.solver_state
     ended = state.result != optx.RESULTS.successful, state.terminate

@@ -30,8 +30,10 @@ def doubt_of_model(
         return explains_little(*given, float(carry.loss), "start elsewhere")
     if epoch < _EPOCHS_JUDGED or len(history.loss) < _STEPS_JUDGED:
         return ""
-    epochs, losses = history["epoch"].astype(int), history.loss
-    best = np.min(np.bincount(epochs, losses) / np.bincount(epochs))
+    known = ~np.isnan(history.loss)  # a batch in which no target counts has no loss
+    epochs, losses = history["epoch"][known].astype(int), history.loss[known]
+    numbers = np.bincount(epochs)
+    best = np.min(np.bincount(epochs, losses)[numbers > 0] / numbers[numbers > 0])
     return explains_little(*given, float(best), "train for longer")
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
+from .._common._canonical import needed
 from ..losses import AbstractLoss
 from ..losses._base import Reduction
 from ._admitted import check_outputs
-from ._objective import AbstractObjective, BatchLoss
+from ._objective import AbstractObjective, BatchLoss, counted
 
 
 class GroupLosses(eqx.Module):
@@ -134,6 +135,36 @@ def objective_of(
         for name, of_group in loss.losses.items()
     }
     return GroupLoss(parts=parts, is_sample=is_sample, is_drawn=loss.is_drawn)
+
+
+def any_counts(
+    loss: AbstractLoss | GroupLosses, data: tuple, num_leading: int | None = None
+) -> Bool[Array, ""] | None:
+    """Return whether any target of a batch has a weight; `None` if each has one, whatever
+    the data.
+
+    - `num_leading`: the number of examples that have a loss, if it is not all of them.
+    """
+    _, targets, weights = data
+    if isinstance(loss, GroupLosses):
+        each = [any_counts(of, (None, targets[k], None)) for k, of in loss.losses.items()]
+        known = [x for x in each if x is not None]
+        return jnp.any(jnp.stack(known)) if len(known) == len(each) else None
+    if weights is None and not _depends(loss, targets):
+        return None
+    counts = counted(loss, targets)
+    if weights is not None:
+        counts *= weights
+    return jnp.any(counts[:num_leading] != 0)  # also if one is NaN, which is told
+
+
+def _depends(loss: AbstractLoss, targets: PyTree[Array] | None) -> bool:
+    """Whether the weights of targets depend on the targets, according to the jaxpr."""
+    leaves = jax.tree.leaves(targets)
+    if not leaves:
+        return False
+    program = jax.make_jaxpr(lambda targets: counted(loss, targets))(targets).jaxpr
+    return not needed(program).isdisjoint(program.invars)
 
 
 def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._common._checks import as_jax_reads, to_jax
+from .._common._checks import as_jax_reads, nan_unless, nonnegative, to_jax
 from .._common._sharding import automatic, is_here
 
 
@@ -167,10 +167,15 @@ def _as_weights(weights: object, num_examples: int, is_whole: bool) -> Array:
     if not isinstance(weights, Tracer) and is_here(weights):
         known = np.asarray(weights)
         if not (np.all(np.isfinite(known)) and np.all(known >= 0)):
-            raise ValueError("The weights must be finite and not negative.")
+            raise ValueError(
+                "The weights must be finite and not negative: for signed weights, such as "
+                "advantages, put them into the targets of a loss of your own, whose "
+                "`factor` is that of `gnlin.SoftmaxCrossEntropy`."
+            )
         if is_whole and not known.any():
             raise ValueError("All weights are zero, so that no example has a loss.")
-    return weights
+        return weights
+    return nan_unless(nonnegative(weights), weights)
 
 
 def _unmasked(tree: PyTree[Array], weights: Float[Array, " n"]) -> PyTree[Array]:

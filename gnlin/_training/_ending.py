@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._common import _tree
+from .._common._checks import is_traced
 from .._common._history import losses_by_group
 from .._common._sharding import is_here
 from .._common._words import how_many
-from .._linearisation._group_loss import GroupLosses
+from .._linearisation._group_loss import any_counts, GroupLosses
 from .._linearisation._linearisation import linearised
 from .._solver import AbstractGaussNewton, IterativeLinearisation
 from .._solver._schedules import out_of_range
@@ -44,6 +45,8 @@ _LOST, _SOLVED = 0.1, 0.01
 # On a full batch the loss bounces if it rises in more than this part of the later half of
 # the steps, and by more in all than it falls in that half.
 _BOUNCES = 0.2
+# The further columns that a run on batches is judged by.
+_JUDGED = "gradient_norm", "step_norm"
 # A model explains little if its loss is more than this part of the best constant's.
 _UNEXPLAINED = 0.95
 _NO_BRANCH = (
@@ -54,6 +57,11 @@ _NO_BRANCH = (
 _NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
     "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
+)
+
+_LEFT_OUT = (
+    "If the derivative leaves something out (`jax.lax.stop_gradient`, a derivative of your "
+    "own), the loss does not follow it, and"
 )
 
 
@@ -170,6 +178,8 @@ def after_full_batch(
     losses = rows["loss"]
     if _has_not_moved(rows):
         return f"`gnlin.solve` made no step: {_NO_GRADIENT}"
+    if uncounted := nothing_counts("solve", setting, data, rows):
+        return uncounted
     num_steps = len(losses)
     judged = converged or num_steps >= _LOOKED_BACK
     least = _WORSE if judged else _FAR_OFF
@@ -186,6 +196,11 @@ def after_full_batch(
         made = f"made {how_many(num_steps, 'step')}"
         if of_linearised_only(setting.solver):
             made = "trained the linearised model to convergence"
+        elif converged:
+            return (
+                f"`gnlin.solve` has converged, but {risen}. {_LEFT_OUT} this may be the "
+                f"solution. Otherwise use {shorter}."
+            )
         return f"`gnlin.solve` {made}, and {risen}. Use {shorter}."
     changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0
     for name, own in losses_by_group(rows).items():
@@ -200,13 +215,42 @@ def after_full_batch(
     return ""
 
 
+def nothing_counts(
+    driver: str, setting: StepSettings, data: tuple, rows: Mapping[str, np.ndarray]
+) -> str:
+    """Return a sentence if no target of a run that has not failed counts, or "".
+
+    - `data`: all data, or the first batch of a loader.
+    """
+    losses = rows["loss"]
+    if np.any(np.nan_to_num(losses, nan=0.0)) or np.any(rows["gradient_norm"]):
+        return ""
+    counts = any_counts(setting.loss, data)
+    if len(losses) == 0 or counts is None or is_traced(counts) or counts:
+        return ""
+    return (
+        f"`gnlin.{driver}` made no step: no target counts, since all of them have the "
+        "weight zero, or are the `ignore_index` of the loss."
+    )
+
+
 def after_batches(
-    setting: StepSettings, rows: Mapping[str, np.ndarray], *, made_all: bool
+    setting: StepSettings,
+    data: tuple,
+    rows: Mapping[str, np.ndarray],
+    *,
+    made_all: bool,
 ) -> str:
     """Return a sentence with a doubt about a run of `gnlin.fit`, or "".
 
-    - `rows`: the history.
+    - `data`: all data, or the first batch of a loader.
+    - `rows`: the history. Batches in which no target counts have no loss.
     """
+    if uncounted := nothing_counts("fit", setting, data, rows):
+        return uncounted
+    known = ~np.isnan(rows["loss"])
+    if made_all:
+        rows = {name: rows[name][known] for name in ("loss", *_JUDGED)}
     losses = rows["loss"]
     if _has_not_moved(rows):
         return f"`gnlin.fit` made no step: {_NO_GRADIENT}"

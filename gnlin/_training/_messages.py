@@ -79,8 +79,11 @@ def why_it_ended(
             "it stands still without having converged: steps are within `rtol` and "
             "`atol`, or no finite step lowers the loss, although the linearised problem "
             f"promises a decrease; {last}. The point may be a minimum at which the "
-            "Jacobian is almost zero. Otherwise use a smooth function, double precision, "
-            "another start, or another value of a fixed damping or learning rate."
+            "Jacobian is almost zero. If the derivative leaves something out "
+            "(`jax.lax.stop_gradient`, a derivative of your own), the loss does not follow "
+            "it: use `gnlin.GaussNewton()`, which does not compare losses. Otherwise use a "
+            "smooth function, double precision, another start, or another value of a fixed "
+            "damping or learning rate."
         )
     if name == "nonlinear_divergence":
         what = "the inner steps diverge on the linearised model, so they were not taken"

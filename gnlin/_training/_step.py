@@ -228,7 +228,8 @@ def begin(
     state, watch = start(parameters, outputs), None
     if setting.divergence is not None:
         zero = jnp.zeros((), state.report.loss.dtype)
-        watch = Watch(zero, zero, zero, parameters, jnp.zeros((), int))
+        best = jnp.full_like(zero, jnp.inf)
+        watch = Watch(zero, zero, best, parameters, jnp.zeros((), int))
     kept = None
     if setting.keeps:
         shape = _tree.size(outputs), _tree.size(parameters)
@@ -246,9 +247,14 @@ def advanced(
     args: Any,
     carry: Carry,
     number: Array,
+    counts: Bool[Array, ""] | None = None,
 ) -> tuple[Carry, dict[str, Array], Bool[Array, ""]]:
     """Make one step. Return the new state, its row of the history, and whether a step was
-    made, which is false if the run has ended."""
+    made, which is false if the run has ended.
+
+    - `counts`: whether any target of the batch has a weight. If not, nothing changes, and
+        the row has no loss. `None` if each target has one.
+    """
     solver, fn, has_aux = setting.solver, setting.function(), setting.network.has_state
     evaluate, kept = lambda y: setting.outputs(y, args), carry.kept
     if setting.streaming:
@@ -300,6 +306,20 @@ def advanced(
     moved = jnp.array(True)
     if not setting.streaming:
         moved = state.counts.num_feature_updates > before
-    print_row(solver.verbose, row, number + 1, moved)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
-    return Carry(y, state, model_state, watch, kept, of_loss), row, moved
+    new = Carry(y, state, model_state, watch, kept, of_loss)
+    if counts is not None:
+        new = _tree.where(counts, new, carry)
+        none = _no_step(carry, row)  # in the order of the columns
+        row = {name: jnp.where(counts, x, none[name]) for name, x in row.items()}
+    print_row(solver.verbose, row, number + 1, moved)
+    return new, row, moved
+
+
+def _no_step(carry: Carry, row: dict[str, Array]) -> dict[str, Array]:
+    """Return the row of a batch in which nothing counts: its losses are NaN."""
+    nothing = {name: jnp.full_like(x, jnp.nan) for name, x in row.items()}
+    last, zero = carry.solver_state.row(), jnp.zeros_like(row["loss"])
+    kept = {name: last[name] for name in ("damping", "num_feature_updates")}
+    names = "gradient_norm", "step_norm", "num_inner_steps"
+    return nothing | kept | dict.fromkeys(names, zero)

@@ -102,6 +102,9 @@ class EarlyStop(Callback):
 
     def _judge(self, run: Run) -> None:
         value = self.sign * run.row[self.monitor]
+        is_of_step = self.monitor in COLUMNS or self.monitor.startswith("loss/")
+        if is_of_step and np.isnan(value):  # No target of the last batch counts.
+            return
         if value < self.best - self.min_change:
             self.best, self.num_worse = np.array(value), np.array(0)
             if self.restore_best:

@@ -43,7 +43,9 @@ class Progress(Callback):
         self._bar.close()
 
     def _draw(self, run: Run) -> None:
-        self._figures["loss"] = f"{run.row['loss']:.4g}"
+        loss = run.row["loss"]
+        if run.reason or loss == loss:  # A batch in which no target counts has none.
+            self._figures["loss"] = f"{loss:.4g}"
         self._bar.set_postfix(self._figures, refresh=False)
         self._bar.update(run.step - self._bar.n)
         self._drawn_at = time.monotonic()
