@@ -47,7 +47,7 @@ from ._training._residuals import (
 )
 from ._training._solution import Model, on_host, Solution
 from ._training._statistics import at_the_end, doubt_of_full_batch, first_of, losses_on
-from ._training._step import checked_outputs, key_of_steps, StepSettings
+from ._training._step import checked_outputs, key_of_steps, outputs_of, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
 from .losses._of_examples import loss_beside
@@ -230,7 +230,11 @@ def solve(
             why = why_it_failed(setting, carry, num_steps)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
             at_fault = (
-                (not_finite(*batch) if groups is None else where_not_finite(groups))
+                (
+                    where_not_finite(groups)
+                    if groups is not None
+                    else not_finite(*batch, outputs_of(setting, carry, num_steps - 1))
+                )
                 or group_at_fault(setting, carry, batch, num_steps, row)
                 or flaw_of(solver.retraction, carry.parameters)
                 or little

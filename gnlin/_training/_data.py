@@ -1,6 +1,6 @@
 """Conversion of a user's data to batches of arrays, with checks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,10 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import as_jax_reads, nan_unless, nonnegative, to_jax
 from .._common._sharding import automatic, is_here
+
+
+# The most examples whose outputs are computed to find out what is not finite.
+_MOST_TRIED = 100
 
 
 def as_batch(
@@ -62,17 +66,34 @@ def a_kind_of(data: object) -> str:
 
 
 def not_finite(
-    inputs: PyTree[Array], targets: PyTree[Array], weights: Array | None = None
+    inputs: PyTree[Array],
+    targets: PyTree[Array],
+    weights: Array | None = None,
+    predict: Callable[[PyTree[Array]], PyTree[Array]] | None = None,
 ) -> str:
-    """Return a sentence that names an example with a non-finite input or target, or "".
-    This looks at all data, so it is used only after a run has failed."""
-    for name, tree in (("input", inputs), ("target", targets)):
-        for bad in rows_not_finite(tree):
-            if bad.size == 1:
-                return f"The {name} of example {bad[0]} is not finite."
-            others = f"{bad.size - 1} more"
-            return f"The {name}s of example {bad[0]} and of {others} are not finite."
-    return ""
+    """Return a sentence that names examples with non-finite inputs or targets, or "".
+    This looks at all data, so it is used only after a run has failed.
+
+    - `predict`: a function that returns the outputs of some inputs. Inputs whose outputs
+        are finite, such as padding behind a mask, are named after the targets.
+    """
+    both = {"input": inputs, "target": targets}
+    bad = {name: next(rows_not_finite(tree), None) for name, tree in both.items()}
+    named = {name: rows for name, rows in bad.items() if rows is not None}
+    if len(named) == 2 and predict is not None:
+        some = named["input"][:_MOST_TRIED]
+        outputs = predict(jax.tree.map(lambda x: x[some], inputs))
+        if next(rows_not_finite(outputs), None) is None:
+            named = dict(reversed(named.items()))
+    if not named:
+        return ""
+    words = []
+    for name, rows in named.items():
+        more = f"s of example {rows[0]} and of {rows.size - 1} more"
+        words.append(name + (more if rows.size > 1 else f" of example {rows[0]}"))
+    several = len(named) > 1 or max(rows.size for rows in named.values()) > 1
+    verb = "are" if several else "is"
+    return f"The {', and the '.join(words)} {verb} not finite."
 
 
 def rows_not_finite(tree: PyTree[Array]) -> Iterator[np.ndarray]:
@@ -168,9 +189,9 @@ def _as_weights(weights: object, num_examples: int, is_whole: bool) -> Array:
         known = np.asarray(weights)
         if not (np.all(np.isfinite(known)) and np.all(known >= 0)):
             raise ValueError(
-                "The weights must be finite and not negative: for signed weights, such as "
-                "advantages, put them into the targets of a loss of your own, whose "
-                "`factor` is that of `gnlin.SoftmaxCrossEntropy`."
+                "The weights must be finite and not negative: put signed weights, such "
+                "as advantages, into the targets of a loss of your own, whose `factor` "
+                "is that of `gnlin.SoftmaxCrossEntropy`."
             )
         if is_whole and not known.any():
             raise ValueError("All weights are zero, so that no example has a loss.")

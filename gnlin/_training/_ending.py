@@ -60,8 +60,8 @@ _NO_GRADIENT = (
 )
 
 _LEFT_OUT = (
-    "If the derivative leaves something out (`jax.lax.stop_gradient`, a derivative of your "
-    "own), the loss does not follow it, and"
+    "If the derivative leaves something out (`jax.lax.stop_gradient`, a derivative of "
+    "your own), the loss does not follow it, and"
 )
 
 

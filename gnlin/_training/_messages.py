@@ -80,10 +80,10 @@ def why_it_ended(
             "`atol`, or no finite step lowers the loss, although the linearised problem "
             f"promises a decrease; {last}. The point may be a minimum at which the "
             "Jacobian is almost zero. If the derivative leaves something out "
-            "(`jax.lax.stop_gradient`, a derivative of your own), the loss does not follow "
-            "it: use `gnlin.GaussNewton()`, which does not compare losses. Otherwise use a "
-            "smooth function, double precision, another start, or another value of a fixed "
-            "damping or learning rate."
+            "(`jax.lax.stop_gradient`, a derivative of your own), the loss does not "
+            "follow it: use `gnlin.GaussNewton()`, which does not compare losses. "
+            "Otherwise use a smooth function, double precision, another start, or "
+            "another value of a fixed damping or learning rate."
         )
     if name == "nonlinear_divergence":
         what = "the inner steps diverge on the linearised model, so they were not taken"

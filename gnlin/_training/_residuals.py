@@ -343,10 +343,14 @@ def refuse_for_groups(**options: Any) -> None:
 def where_not_finite(groups: GroupsByName) -> str:
     """Return a sentence that names a group's non-finite example or target, or ""."""
     for name, group in groups.items():
-        for what, tree in (
-            ("Example", group.data),
-            ("The target of example", group.targets),
-        ):
-            for bad in rows_not_finite(eqx.filter(tree, eqx.is_array)):
-                return f"{what} {bad[0]} of the group {name!r} is not finite."
+        words = []
+        for what, tree in (("example", group.data), ("target of example", group.targets)):
+            bad = next(rows_not_finite(eqx.filter(tree, eqx.is_array)), None)
+            words += [] if bad is None else [f"{what} {bad[0]}"]
+        if len(words) == 2:
+            both = f"{words[0].capitalize()} and the {words[1]}"
+            return f"{both} of the group {name!r} are not finite."
+        if words:
+            said = words[0] if words[0].startswith("e") else f"the {words[0]}"
+            return f"{said[0].upper()}{said[1:]} of the group {name!r} is not finite."
     return ""
