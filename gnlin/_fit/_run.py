@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import join, split
 from .._common._history import COLUMNS, columns_of, History
 from .._common._identity import as_numpy
-from .._training._ending import after_batches, in_words, why_it_failed
+from .._training._ending import after_batches, in_words, nothing_counts, why_it_failed
 from .._training._messages import result_name, WELL
 from .._training._model import Frozen
 from .._training._solution import on_host, Solution
@@ -307,8 +307,8 @@ class Run(AbstractRun):
             if carry.watch is not None and carry.watch.diverges:
                 self._now = self._now._replace(arrays=split(carry)[0])
                 self._fail()
-        given = setting, self._stream.example, self.history
-        doubt = after_batches(*given, made_all=not self._reason)
+        doubt = nothing_counts("fit", setting, self._stream.example, self.history)
+        doubt = doubt or after_batches(setting, self.history, made_all=not self._reason)
         failed = result_name(self.result) in ("nonfinite", "nonlinear_divergence")
         if not (doubt or failed):
             given = self._stream, self._carry(), self.epoch, self.history

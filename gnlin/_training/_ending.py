@@ -235,19 +235,12 @@ def nothing_counts(
 
 
 def after_batches(
-    setting: StepSettings,
-    data: tuple,
-    rows: Mapping[str, np.ndarray],
-    *,
-    made_all: bool,
+    setting: StepSettings, rows: Mapping[str, np.ndarray], *, made_all: bool
 ) -> str:
     """Return a sentence with a doubt about a run of `gnlin.fit`, or "".
 
-    - `data`: all data, or the first batch of a loader.
     - `rows`: the history. Batches in which no target counts have no loss.
     """
-    if uncounted := nothing_counts("fit", setting, data, rows):
-        return uncounted
     known = ~np.isnan(rows["loss"])
     if made_all:
         rows = {name: rows[name][known] for name in ("loss", *_JUDGED)}
