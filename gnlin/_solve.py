@@ -229,11 +229,12 @@ def solve(
         elif has_failed:
             why = why_it_failed(setting, carry, num_steps)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
+            predict = outputs_of(setting, carry, num_steps - 1)
             at_fault = (
                 (
                     where_not_finite(groups)
                     if groups is not None
-                    else not_finite(*batch, outputs_of(setting, carry, num_steps - 1))
+                    else not_finite(*batch, predict=predict)
                 )
                 or group_at_fault(setting, carry, batch, num_steps, row)
                 or flaw_of(solver.retraction, carry.parameters)

@@ -102,6 +102,29 @@ def _is_information(n) -> bool:
     return np.allclose(found, errors, rtol=1e-5) and abs(part - 0.1) < 0.03
 
 
+def _is_lstd(n) -> bool:
+    """Return whether the weights are those of least-squares temporal differences."""
+    s, s2, r = (np.asarray(n["moves"][name], float) for name in ("s", "s2", "r"))
+    exact = np.linalg.solve(s.T @ (s - 0.9 * s2), s.T @ r)
+    found = n["by_td"].model, n["weights"]
+    return all(np.allclose(weights, exact, atol=2e-4) for weights in found)
+
+
+def _is_natural_gradient(n) -> bool:
+    """Return whether a step is that by a dense Fisher matrix."""
+    flat, unravel = jax.flatten_util.ravel_pytree(n["parts"][1])
+    of_one = lambda y, state: n["of_one"](unravel(y), state)
+    rows = jax.vmap(jax.jacobian(of_one), (None, 0))(flat, n["states"])
+    p, size = np.asarray(n["p"], float), len(n["states"])
+    own = np.einsum("nc,cd->cnd", p, np.eye(3)) - np.einsum("nc,nd->cnd", p, p)
+    fisher = np.einsum("nci,cnd,ndj->ij", rows, own, rows) / size
+    scores = n["advantages"][:, None] * (p - np.eye(3)[n["actions"]])
+    gradient = np.einsum("nci,nc->i", rows, scores) / size
+    exact = -np.linalg.solve(fisher + 0.01 * np.eye(flat.size), gradient)
+    step, _ = jax.flatten_util.ravel_pytree(n["step"])
+    return np.allclose(step, exact, atol=1e-4 * np.abs(exact).max())
+
+
 def _is_kaufmans(n) -> bool:
     """Return whether the errors are those of variable projection by NumPy."""
     rates = np.exp(np.asarray(n["separable"].parameters["log_rates"]))
@@ -200,6 +223,7 @@ REACHED = {
         and _is_root(n["solved"].model)
         and _is_root(n["same"].value)
         and _is_root(n["root"])
+        and _is_lstd(n)
     ),
     "docs/default-solver.md": lambda n: n["solver"].damping.ratio == 0.075,
     "docs/endings.md": lambda n: n["solution"].result == optx.RESULTS.successful,
@@ -215,6 +239,7 @@ REACHED = {
         )
         and abs(n["flow"].loss / 600 - n["entropy"]) < 0.15
         and n["mixture"].reason.endswith("converged")
+        and _is_natural_gradient(n)
     ),
     "docs/own-task.md": lambda n: (
         [len(y) for _, y in n["data"](0)] == [40, 50, 88]
@@ -257,6 +282,7 @@ REACHED = {
         and n["kernel"].shape == (10, 50)
         and n["between"].shape == (40, 20)
         and n["contrasted"].loss < 0.7 * n["contrasted"].history.loss[0]
+        and n["on_batches"].history.loss[-1] < 0.6 * n["on_batches"].history.loss[0]
         and n["trained"].loss < 0.1 * n["trained"].history.loss[0]
         and n["classified"].history.loss[-1] < 0.2
         and abs(n["found"].value["rate"] - 1.3) < 0.05
