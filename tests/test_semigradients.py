@@ -36,39 +36,11 @@ def lstd(moves):
     return np.linalg.solve(x.T @ (x - DISCOUNT * x2), x.T @ r)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("unit", [1.0, 1e-6])
-def test_no_start_near_zero_is_a_minimum(dtype, unit):
-    moves = jax.tree.map(lambda x: x.astype(dtype), walk())
-    moves = moves | {name: unit * moves[name] for name in ("x", "x2")}
-    residuals = gnlin.Residuals(temporal_difference, moves)
-    for start in (0.0, 1e-22, 1e-13, 4e-12):
-        with pytest.warns(UserWarning, match=r"stands still .*stop_gradient"):
-            solution = gnlin.solve(jnp.full(4, start, dtype), residuals)
-        assert solution.result == optx.RESULTS.stagnation
-
-
-def test_a_wrong_derivative_of_ones_own_is_no_convergence():
-    @jax.custom_jvp
-    def curve(y):
-        return 2.0 - y
-
-    curve.defjvp(lambda y, dy: (curve(*y), dy[0]))
-    with pytest.warns(UserWarning, match=r"stands still .*a derivative of your own"):
-        solution = gnlin.solve(jnp.zeros(3), gnlin.Residuals(lambda y, _: curve(y)))
+def test_the_default_stands_still():
+    residuals = gnlin.Residuals(temporal_difference, walk())
+    with pytest.warns(UserWarning, match=r"stands still .*stop_gradient"):
+        solution = gnlin.solve(jnp.full(4, 2.0), residuals)
     assert solution.result == optx.RESULTS.stagnation
-
-
-@pytest.mark.parametrize("saturated", [lambda y: 1 + jnp.exp(-y), lambda y: 1 + y**2 / 2])
-@pytest.mark.parametrize("start", [1.0, 1e-9])
-def test_a_minimum_where_the_column_vanishes_is_still_one(saturated, start):
-    fn = lambda y, _: jnp.stack([saturated(y[0]), y[1] - 3])
-    solution = optx.least_squares(
-        fn, gnlin.LevenbergMarquardt(), jnp.array([start, 1.0]), throw=False
-    )
-    assert solution.result == optx.RESULTS.successful
-    slope = jax.grad(lambda y: 0.5 * jnp.sum(fn(y, None) ** 2))(solution.value)
-    assert jnp.abs(slope).max() < 1e-7
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import as_scalar, check_finite_positive, check_flag, check_fraction
@@ -71,7 +71,6 @@ class _Memory(eqx.Module):
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
     num_iterations: Float[Array, ""]  # of a trial at the last step; 0 if it failed
-    is_untrue: Bool[Array, ""]  # whether the loss does not follow its derivative
     detour: Detour | None = None
 
 
@@ -181,7 +180,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         one, scale = jnp.ones((), dtype), first_scale(self.scaling or "root", y)
         as_array = lambda x: jnp.array(x, dtype if isinstance(x, float) else None)
         state = jax.tree.map(as_array, self._rule(y).init(dtype))
-        return _Memory(state, scale, -one, one, jnp.zeros((), dtype), jnp.array(False))
+        return _Memory(state, scale, -one, one, jnp.zeros((), dtype))
 
     def start(self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> State:
         state = super().start(y, outputs)
@@ -274,7 +273,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
             trials.memory,
             state=tried.state,
             num_iterations=jnp.where(found, iterations, 0),
-            is_untrue=tried.is_untrue,
         )
         if detour is not None:
             lost = detour.is_on & ~found
@@ -300,7 +298,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
             left=as_tree(tried.step),
             problem=problem,
             searched=True,
-            is_untrue=tried.is_untrue,
             attainable=trials.attainable,
             stuck=finite & ~found,
             result=optx.RESULTS.where(

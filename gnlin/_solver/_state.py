@@ -218,8 +218,6 @@ class Update(eqx.Module):
         is in memory.
     - `searched`: whether the solver has searched for the longest step that lowers the
         loss.
-    - `is_untrue`: whether the search has found that the loss does not follow its
-        derivative.
     - `terminate`: whether to end the run as a success, whatever the gradient. It has no
         effect across batches.
     - `result`: any value other than `successful` ends the run.
@@ -240,7 +238,6 @@ class Update(eqx.Module):
     left: PyTree[Array] | None = None
     problem: Quadratic | None = None
     searched: bool = eqx.field(default=False, static=True)
-    is_untrue: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)

@@ -85,7 +85,6 @@ def verdict(
             loss,
             highest,
             update.searched,
-            update.is_untrue,
         )
 
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
@@ -218,7 +217,6 @@ def has_arrived(
     loss: Scalar,
     highest: Scalar,
     searched: bool,
-    is_untrue: Bool[Array, ""],
 ) -> Bool[Array, ""]:
     r"""Whether almost nothing can be gained, neither by changing any one parameter nor by
     the solver's next step.
@@ -241,8 +239,6 @@ def has_arrived(
         loss. A parameter then passes if doubling it would hardly change the residual and
         the loss: at a minimum where its column vanishes, the linearisation predicts a
         decrease that no step reaches.
-    - `is_untrue`: whether that search has found that the loss does not follow its
-        derivative. Such a parameter then does not pass.
 
     ??? cite "Reference"
 
@@ -280,7 +276,7 @@ def has_arrived(
         if searched:
             by_residual = norm * jnp.abs(y) <= (_UNSEEN * residual).astype(norm.dtype)
             by_loss = jnp.abs(g * y) <= (_UNSEEN * residual**2).astype(g.dtype)
-            each |= by_residual & by_loss & (y != 0) & ~is_untrue
+            each |= by_residual & by_loss & (y != 0)
         return jnp.all(each)
 
     flat = jax.tree.map(is_flat, gradient, norms, _tree.joined(point))

@@ -35,14 +35,6 @@ _PART, _ROUNDINGS = 0.1, 20
 _FAR = 100
 # After this many trials the damping has outgrown all floating-point numbers.
 _MAX_TRIALS = 60
-# A trial shows whether the loss follows its derivative if the prediction and the change
-# of the loss exceed this part of the loss's rounding, of which a difference has less.
-_SEEN = 0.1
-# The loss does not follow its derivative if, along steps of which one is at most half as
-# long, the decrease is less than the first part of the prediction, and this part is the
-# same for both, give or take the second part of it. A smooth loss keeps the prediction
-# along short steps, and on a plateau its decrease does not depend on the length.
-_UNTRUE, _SAME = 0.5, 0.25
 
 
 class TrialOutcome(eqx.Module):
@@ -51,9 +43,6 @@ class TrialOutcome(eqx.Module):
 
     - `leaves`, `detour`: whether a detour begins, and its step, which is `None` for a
         rule without detours.
-    - `shortest`, `kept`: the length of the shortest step whose effect rounding does not
-        hide, and the part of its prediction that the loss has kept.
-    - `is_untrue`: whether the loss does not follow its derivative.
     - `num_tried`, `num_inner_steps`, `passes`: totals over all trials.
     """
 
@@ -65,9 +54,6 @@ class TrialOutcome(eqx.Module):
     goes_on: Bool[Array, ""]
     leaves: Bool[Array, ""]
     detour: PyTree[Array] | None
-    shortest: Float[Array, ""]
-    kept: Float[Array, ""]
-    is_untrue: Bool[Array, ""]
     num_tried: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
     passes: Passes
@@ -190,9 +176,6 @@ class Trials:
             outputs=lin.outputs,
             leaves=jnp.array(False),
             detour=None if self.detour is None else nowhere,
-            shortest=zero + jnp.inf,
-            kept=zero,
-            is_untrue=self.memory.is_untrue,
             found=jnp.array(False),
             goes_on=self.is_finite & (subproblem.gradient_norm > 0),
             num_tried=jnp.array(0),
@@ -302,15 +285,6 @@ class Trials:
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
-        seen = jnp.minimum(predicted, jnp.abs(actual)) > _SEEN * rounding
-        seen &= jnp.isfinite(predicted) & jnp.isfinite(actual)
-        shorter = seen & (2 * proposal.length <= last.shortest)
-        is_same = jnp.abs(ratio - last.kept) <= _SAME * jnp.abs(last.kept)
-        is_untrue = jnp.where(
-            shorter & jnp.isfinite(last.shortest),
-            is_same & (ratio < _UNTRUE),
-            last.is_untrue,
-        )
         what = f"The state that `after` of {type(rule).__name__} returns"
         state = carried(what, rule.after(last.state, trial), "`init`", last.state)
         takes = (accepted & ~noise) | ~last.found
@@ -332,9 +306,6 @@ class Trials:
             goes_on=goes_on & (num_tried < _MAX_TRIALS),
             leaves=leaves,
             detour=detour,
-            shortest=jnp.where(shorter, proposal.length, last.shortest),
-            kept=jnp.where(shorter, ratio, last.kept),
-            is_untrue=is_untrue & ~(accepted & ~noise),
             num_tried=num_tried,
             num_inner_steps=last.num_inner_steps + proposal.num_inner_steps,
             passes=(last.passes + proposal.passes).traced(),
