@@ -108,7 +108,7 @@ def test_a_curve_that_is_finite_at_no_start():
     """The square root of a negative number, wherever the fit starts."""
     f = lambda p, x: jnp.sqrt(-1 - p["m"] ** 2) * x
     _, message = told(f, X, X, {"m": 0.5}, bounds=(-2.0, 2.0), starts=4)
-    assert "not finite at any of 4 starts: set narrower `bounds`, or let" in message
+    assert "not finite at one of 4 starts: set narrower `bounds`, or let" in message
     assert "elsewhere" not in message
 
 

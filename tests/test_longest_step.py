@@ -270,6 +270,7 @@ def test_an_undamped_step_that_breaks_its_promise_is_not_taken():
     assert tried[1] == tried[0] + 1
 
 
-def test_the_first_damping_may_not_be_negative():
+@pytest.mark.parametrize("bad", [-1.0, jnp.zeros(())])
+def test_the_first_damping_is_a_known_zero_or_positive(bad, unchecked):
     with pytest.raises(ValueError, match="`initial`"):
-        LongestStep(initial=-1.0)
+        LongestStep(initial=bad)

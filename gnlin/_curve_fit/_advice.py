@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .._common._words import how_many
 from ._curve import rounding
 from ._problem import flat_box
 
@@ -59,7 +58,7 @@ def known_noise(fit: "CurveFit") -> str:
 
 
 def has_starts(fit: "CurveFit") -> bool:
-    return fit.losses is not None
+    return fit.losses is not None and fit.losses.size > 1
 
 
 def starts_at_best(fit: "CurveFit") -> int:
@@ -70,10 +69,10 @@ def starts_at_best(fit: "CurveFit") -> int:
 
 
 def at_the_start(fit: "CurveFit") -> str:
-    """Say where the curve was evaluated: at one start, or at many."""
-    if fit.losses is None:
+    """Say where the curve was evaluated."""
+    if fit.losses is None or not has_starts(fit):
         return "at the start"
-    return f"at any of {how_many(fit.losses.size, 'start')}"
+    return f"at one of {fit.losses.size} starts"
 
 
 def _are_bounded(fit: "CurveFit", which: np.ndarray | bool) -> bool:

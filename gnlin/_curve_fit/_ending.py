@@ -15,7 +15,15 @@ from .._common._words import how_many
 from .._training._ending import in_words
 from .._training._messages import result_name, why_it_ended
 from ..losses import BinomialNLL
-from ._advice import bounded, either, elsewhere, known_noise, many_starts, starts_at_best
+from ._advice import (
+    bounded,
+    either,
+    elsewhere,
+    has_starts,
+    known_noise,
+    many_starts,
+    starts_at_best,
+)
 from ._curve import Data
 from ._hidden import of_vanishing_derivative, of_zero_derivative
 from ._not_finite import of_extreme_squares, what_is_not_finite
@@ -153,10 +161,11 @@ def complaint(fit: "CurveFit") -> str:
         )
     if failure := _failure(fit):
         if fit.losses is not None:
+            starts = how_many(fit.losses.size, "start")
             return (
-                f"`gnlin.curve_fit`: the best of {fit.losses.size} starts has not "
-                f"converged, so that its errors are not those of a minimum ({failure}): "
-                "continue from it by `start=fit.parameters`."
+                f"`gnlin.curve_fit`: the best of {starts} has not converged, so that its "
+                f"errors are not those of a minimum ({failure}): continue from it by "
+                "`start=fit.parameters`."
             )
         return f"`gnlin.curve_fit` has not converged: {failure}."
     if fit._setting.is_robust:
@@ -199,14 +208,14 @@ def complaint(fit: "CurveFit") -> str:
 def _of_outliers(fit: "CurveFit") -> str:
     """Say what many outliers mean, and what has not been tried yet."""
     some = f"{_some(fit, outlying)} are outliers"
-    if fit.losses is None:
+    if fit.losses is None or not has_starts(fit):
         return (
             f"{some}, so that this is probably not the best minimum: "
             f"{either('start closer', many_starts(fit))}. If it is, `f` misses a part of "
             "the data."
         )
-    number, of = starts_at_best(fit), how_many(fit.losses.size, "start")
-    some += f" at the best minimum that {of} found, and {number} of them ended there"
+    number, most = starts_at_best(fit), fit.losses.size
+    some += f" at the best minimum of {most} starts, and {number} of them ended there"
     if number > 1:
         return f"{some}: `f` may miss a part of the data."
     return f"{some}, so that there may be a better one: {many_starts(fit)}."

@@ -10,7 +10,7 @@ from .._common import _tree
 from .._common._checks import (
     as_scalar,
     check_count,
-    check_finite_nonnegative,
+    check_finite_positive,
     check_flag,
     check_fraction,
     is_zero,
@@ -104,10 +104,10 @@ class LongestStep(AbstractFromFirst):
 
     - `ratio`: $\rho$, between 0 and 1.
     - `num_trials`: the most dampings tried at a linearisation, once one is accepted.
-    - `initial`: the first $\lambda$, divided by the curvature along the gradient. With 0
-        a run first tries the undamped step, and takes it if the loss falls by three
-        quarters of the prediction, and the step is no longer than the point. Otherwise
-        it begins with 0.001.
+    - `initial`: the first $\lambda$, divided by the curvature along the gradient. With 0,
+        which may not be traced, a run first tries the undamped step. It takes this step
+        if the loss falls by three quarters of the prediction, and the step is no longer
+        than the point. Otherwise it begins with 0.001.
     - `detours`: whether to try detours.
 
     ??? cite "References"
@@ -130,7 +130,8 @@ class LongestStep(AbstractFromFirst):
         check_fraction("ratio", self.ratio)
         check_count("num_trials", self.num_trials)
         check_flag("detours", self.detours)
-        check_finite_nonnegative("initial", self.initial)
+        if not is_zero(self.initial):
+            check_finite_positive("initial", self.initial)
 
     def init(self, dtype: jnp.dtype) -> _Edge:
         zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
