@@ -114,7 +114,9 @@ class Number(eqx.Module):
 def stopped(loss, start, edge, target=1.0, dtype=float):
     data = jnp.asarray([edge], dtype), jnp.asarray([[target]], dtype)
     model = Number(jnp.asarray(start, dtype))
-    solver = gnlin.LevenbergMarquardt()
+    # The undamped step would jump over the edge at once.
+    damping = gnlin.damping.LongestStep(detours=False)
+    solver = gnlin.LevenbergMarquardt(damping=damping)
     return gnlin.solve(model, data, solver, loss=loss, max_steps=300)
 
 
