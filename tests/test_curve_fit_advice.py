@@ -50,12 +50,12 @@ def test_many_outliers_at_the_best_of_many_starts():
     losses = np.asarray(fit.losses)
     number = np.sum(losses <= losses[0] * 1.001)
     assert number > 1
-    assert f"16 starts found, and {number} of them ended there" in message
+    assert f"of 16 starts, and {number} of them ended there" in message
     assert "`f` may miss a part of the data" in message
     for followed in ("start closer", "set `bounds`", "pass `starts`"):
         assert followed not in message
     _, message = told(line, X, y, start, **options | {"bounds": BOX}, starts=64)
-    assert "64 starts found, and 1 of them ended there, so that there may be" in message
+    assert "64 starts, and 1 of them ended there, so that there may be" in message
     assert message.endswith("pass more `starts`.")
 
 

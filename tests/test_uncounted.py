@@ -116,3 +116,14 @@ def test_inputs_and_targets_that_are_not_finite_are_both_named(driver, masked):
     options = {"max_steps": 2} if driver == "solve" else {"steps": 2}
     with pytest.warns(UserWarning, match=f"The {first}, and the {second} are not"):
         getattr(gnlin, driver)(model, (inputs, np.where(mask, 1.0, np.nan)), **options)
+
+
+def test_a_model_in_single_precision():
+    """The row of a batch in which nothing counts has the types of any other."""
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    model = eqx.nn.Linear(3, 2, key=jax.random.key(0), dtype=np.float32)
+    batches = [(x, np.array([0, 1] * 4)), (x, np.full(8, -1))]
+    loss = gnlin.SoftmaxCrossEntropy(ignore_index=-1)
+    for solver in (gnlin.LevenbergMarquardt(), optax.sgd(0.1)):
+        result = gnlin.fit(model, batches, solver, loss=loss, epochs=1)
+        np.testing.assert_array_equal(np.isnan(result.history.loss), [False, True])

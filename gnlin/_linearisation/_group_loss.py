@@ -152,10 +152,10 @@ def any_counts(
         return jnp.any(jnp.stack(known)) if len(known) == len(each) else None
     if weights is None and not _depends(loss, targets):
         return None
-    counts = counted(loss, targets)
+    counts = counted(loss, targets) != 0  # also if one is NaN, which is told
     if weights is not None:
-        counts *= weights
-    return jnp.any(counts[:num_leading] != 0)  # also if one is NaN, which is told
+        counts &= weights != 0
+    return jnp.any(counts[:num_leading])
 
 
 def _depends(loss: AbstractLoss, targets: PyTree[Array] | None) -> bool:

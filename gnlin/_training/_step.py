@@ -323,7 +323,10 @@ def advanced(
     if counts is not None:
         new = _tree.where(counts, new, carry)
         none = _no_step(carry, row)  # in the order of the columns
-        row = {name: jnp.where(counts, x, none[name]) for name, x in row.items()}
+        row = {
+            name: jnp.where(counts, x, none[name].astype(x.dtype))
+            for name, x in row.items()
+        }
     print_row(solver.verbose, row, number + 1, moved)
     return new, row, moved
 
