@@ -1,5 +1,9 @@
 """Small problems in JAX and in NumPy with Jacobians by hand, and literal solver steps."""
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ import optimistix as optx
 import gnlin
 
 
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 SHAPES = {
     "tall": (7, 3),
     "wide": (3, 7),
@@ -239,3 +244,11 @@ def interrupt_at_second_call(monkeypatch):
 
     monkeypatch.setattr(gnlin._common._progress.Bar, "show", show)
     return shown
+
+
+def example(name: str) -> ModuleType:
+    """Return a script of `docs/examples` as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

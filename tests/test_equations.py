@@ -1,25 +1,17 @@
 """Systems of as many equations as unknowns in mixed units, of the example script."""
 
-import importlib.util
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
+from problems import example
 
 import gnlin
 
 
-EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "equations.py"
-
-
 @pytest.fixture(scope="module")
 def equations():
-    spec = importlib.util.spec_from_file_location("equations", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("equations")
 
 
 def test_a_flash_from_a_far_start(equations):

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import re
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -13,21 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from problems import as_jax, sines, sines_data, sines_numpy
+from problems import as_jax, example, EXAMPLES, sines, sines_data, sines_numpy
 
 import gnlin
 from gnlin.authoring import DenseFactor, DiagonalFactor
 
 
-EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "own_solver.py"
-
-
 @pytest.fixture(scope="module")
 def own():
-    spec = importlib.util.spec_from_file_location("own_solver", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.ProportionalDamping
+    return example("own_solver").ProportionalDamping
 
 
 class Cooled(gnlin.authoring.AbstractFilteredGaussNewton):
@@ -38,7 +30,7 @@ class Cooled(gnlin.authoring.AbstractFilteredGaussNewton):
 
 
 def test_in_under_forty_lines():
-    assert len(EXAMPLE.read_text().splitlines()) < 40
+    assert len((EXAMPLES / "own_solver.py").read_text().splitlines()) < 40
 
 
 def test_a_step_is_its_formula(own):

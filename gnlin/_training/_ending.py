@@ -22,6 +22,7 @@ from ._messages import (
     AT_START,
     is_endless,
     LAST_FINITE,
+    LEFT_OUT,
     result_name,
     shorter_steps,
     why_it_ended,
@@ -57,11 +58,6 @@ _NO_BRANCH = (
 _NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
     "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
-)
-
-_LEFT_OUT = (
-    "If the derivative leaves something out (`jax.lax.stop_gradient`, a derivative of "
-    "your own), the loss does not follow it, and"
 )
 
 
@@ -198,8 +194,8 @@ def after_full_batch(
             made = "trained the linearised model to convergence"
         elif converged:
             return (
-                f"`gnlin.solve` has converged, but {risen}. {_LEFT_OUT} this may be the "
-                f"solution. Otherwise use {shorter}."
+                f"`gnlin.solve` has converged, but {risen}. {LEFT_OUT}, and this may be "
+                f"the solution. Otherwise use {shorter}."
             )
         return f"`gnlin.solve` {made}, and {risen}. Use {shorter}."
     changes = lambda losses: len(losses) > 0 and np.ptp(losses) > 0

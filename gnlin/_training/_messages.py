@@ -10,6 +10,10 @@ from .._solver import AbstractGaussNewton, IterativeLinearisation, LevenbergMarq
 
 LAST_FINITE = "the model is the last finite one"
 AT_START = "the model is still that of the start"
+LEFT_OUT = (
+    "If the derivative leaves something out (`jax.lax.stop_gradient`, a derivative of "
+    "your own), the loss does not follow it"
+)
 RESULT_NAMES = (
     "successful",
     "nonlinear_max_steps_reached",
@@ -79,9 +83,8 @@ def why_it_ended(
             "it stands still without having converged: steps are within `rtol` and "
             "`atol`, or no finite step lowers the loss, although the linearised problem "
             f"promises a decrease; {last}. The point may be a minimum at which the "
-            "Jacobian is almost zero. If the derivative leaves something out "
-            "(`jax.lax.stop_gradient`, a derivative of your own), the loss does not "
-            "follow it: use `gnlin.GaussNewton()`, which does not compare losses. "
+            f"Jacobian is almost zero. {LEFT_OUT}: use `gnlin.GaussNewton()`, which does "
+            "not compare losses. "
             "Otherwise use a smooth function, double precision, another start, or "
             "another value of a fixed damping or learning rate."
         )

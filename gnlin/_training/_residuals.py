@@ -343,14 +343,13 @@ def refuse_for_groups(**options: Any) -> None:
 def where_not_finite(groups: GroupsByName) -> str:
     """Return a sentence that names a group's non-finite example or target, or ""."""
     for name, group in groups.items():
-        words = []
-        for what, tree in (("example", group.data), ("target of example", group.targets)):
+        both = {"example": group.data, "the target of example": group.targets}
+        found = []
+        for what, tree in both.items():
             bad = next(rows_not_finite(eqx.filter(tree, eqx.is_array)), None)
-            words += [] if bad is None else [f"{what} {bad[0]}"]
-        if len(words) == 2:
-            both = f"{words[0].capitalize()} and the {words[1]}"
-            return f"{both} of the group {name!r} are not finite."
-        if words:
-            said = words[0] if words[0].startswith("e") else f"the {words[0]}"
-            return f"{said[0].upper()}{said[1:]} of the group {name!r} is not finite."
+            found += [] if bad is None else [f"{what} {bad[0]}"]
+        if found:
+            said, verb = " and ".join(found), "is" if len(found) == 1 else "are"
+            said = said[0].upper() + said[1:]
+            return f"{said} of the group {name!r} {verb} not finite."
     return ""
