@@ -46,7 +46,7 @@ from ._training._residuals import (
     where_not_finite,
 )
 from ._training._solution import Model, on_host, Solution
-from ._training._statistics import at_the_end, doubt_of_full_batch, first_of, losses_on
+from ._training._statistics import at_the_end, doubt_of_inference
 from ._training._step import checked_outputs, key_of_steps, outputs_of, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
@@ -264,8 +264,9 @@ def solve(
         if reason:
             loss_now = on_host(loss_now)
     if network.has_state and reason and not warning:
-        of_modes = losses_on(setting, carry.parameters, model_state, batch, loss_now)
-        warning = doubt_of_full_batch("solve", of_modes, first_of(rows.get("loss", ())))
+        given = "solve", setting, carry.parameters, model_state, [batch]
+        losses_of_run = rows.get("loss", ())
+        warning = doubt_of_inference(*given, losses_of_run, training=loss_now)
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=network.frozen.with_state(model_state),

@@ -8,15 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, ScalarLike
 
-from .._training._statistics import (
-    at_the_end,
-    doubt_of_batches,
-    doubt_of_full_batch,
-    Losses,
-    losses_on,
-    norms_of,
-    over_batches,
-)
+from .._training._statistics import at_the_end, doubt_of_inference, norms_of, over_batches
 from .._training._step import Carry, StepSettings
 from ._stream import ArrayStream, Batch, gather, IterableStream
 
@@ -58,49 +50,33 @@ def ready(
     carry: Carry,
     chosen: tuple[PyTree, PyTree] | None,
     number: int,
-    first: float,
+    losses: Any,
 ) -> tuple[PyTree, ScalarLike, str]:
     """Return the model's state for inference with the parameters that the run returns,
     the loss of the last ones on a full batch, and a sentence with a doubt, or "".
 
     - `chosen`: the parameters and the state of a callback in place of the last ones.
     - `number`: of the steps so far, for the keys of the passes.
-    - `first`: the first loss of the run.
+    - `losses`: those of the history.
     """
+    parameters, state = chosen or (carry.parameters, carry.model_state)
     if not setting.network.has_state:
-        state = carry.model_state if chosen is None else chosen[1]
         return state, carry.loss, ""
     if chosen is None and carry.before is not None:
         state, loss = at_the_end(setting, carry, stream.example)
-        losses = losses_on(setting, carry.parameters, state, stream.example, loss)
-        return state, loss, doubt_of_full_batch("fit", losses, first)
-    parameters, state = chosen or (carry.parameters, carry.model_state)
+        given = "fit", setting, parameters, state, [stream.example], losses
+        return state, loss, doubt_of_inference(*given, training=loss)
     state = refreshed(setting, stream, parameters, state, number)
     batches = [_gathered(setting, batch) for batch in stream.some(_COMPARED)]
-    losses = _mean_losses(setting, parameters, state, batches)
     network: Any = setting.network
-    norms = norms_of(network.frozen.in_training(parameters), state)
-    can_refresh = bool(norms) and not stream.has_all
-    if losses is not None and can_refresh:
-        # What would the statistics of the last parameters be worth?
-        inputs = _inputs(setting, batches, number)
-        with_last = over_batches(network, parameters, state, inputs)
-        fresh = _mean_losses(setting, parameters, with_last, batches)
-        assert fresh is not None
-        training = min(float(losses.training), float(fresh.inference))
-        losses = losses._replace(training=training)
-    doubt = doubt_of_batches(losses, first, is_refreshed=not can_refresh)
-    return state, carry.loss, doubt
-
-
-def _mean_losses(
-    setting: StepSettings, parameters: PyTree, state: PyTree, batches: list[tuple]
-) -> Losses | None:
-    each = [losses_on(setting, parameters, state, data) for data in batches]
-    known = [losses for losses in each if losses is not None]
-    if len(known) < len(each):
-        return None
-    return Losses(*(sum(x) / len(x) for x in zip(*known, strict=True)))
+    remedy = "take larger batches, or train on a full batch"
+    if not stream.has_all and norms_of(network.frozen.in_training(parameters), state):
+        remedy = (
+            "take the statistics of the last parameters by `state = "
+            "gnlin.predict.batch_statistics(model, state, inputs, batch_size=...)`"
+        )
+    given = "fit", setting, parameters, state, batches, losses, remedy
+    return state, carry.loss, doubt_of_inference(*given)
 
 
 def _gathered(setting: StepSettings, batch: Batch) -> tuple:

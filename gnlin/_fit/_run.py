@@ -16,7 +16,6 @@ from .._training._ending import after_batches, in_words, nothing_counts, why_it_
 from .._training._messages import result_name, WELL
 from .._training._model import Frozen
 from .._training._solution import on_host, Solution
-from .._training._statistics import first_of
 from .._training._step import Carry, StepSettings
 from ..callbacks import Callback, Run as AbstractRun
 from ._broken import explained, told
@@ -335,8 +334,8 @@ class Run(AbstractRun):
             own, static = split((carry.parameters, carry.model_state))
             arrays = map(like_array, self._chosen, own)
             chosen = join(list(arrays), static)
-        given, first = (self._setting, self._stream, carry), first_of(self.history.loss)
-        state, loss, doubt = ready(*given, chosen, self.step, first)
+        given = self._setting, self._stream, carry, chosen, self.step
+        state, loss, doubt = ready(*given, self.history.loss)
         has_loss = chosen is None and not self._setting.streaming
         self.complaint = self.complaint or doubt
         parameters = carry.parameters if chosen is None else chosen[0]

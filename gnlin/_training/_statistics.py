@@ -3,12 +3,11 @@ normalisation, and how well the model predicts with them in inference mode."""
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._common import _tree
@@ -23,22 +22,14 @@ from ._step import Carry, key_of_steps, StepSettings
 # multiple of it, and more than these parts of the first loss: on a full batch, where
 # both modes have the same statistics, and on one batch of many.
 _WORSE, _OF_FULL_BATCH, _OF_BATCH = 2.0, 1e-6, 1e-2
+# What to do after a full batch, whose statistics were taken at the end.
+_REMEDY = (
+    "before it predicts, call it in training mode on all data, again and again, until "
+    'its state no longer changes; or use `equinox.nn.BatchNorm` with `mode="batch"`, one '
+    "for each layer, whose statistics are taken at the end of the run"
+)
 
 Statistics = list[tuple[Array, Array]]  # means and variances of each normalisation
-
-
-class Losses(NamedTuple):
-    """The losses of one model on the same examples, in both modes."""
-
-    training: Any
-    inference: Any
-
-    def are_apart(self, first: float, *, is_batch: bool = False) -> bool:
-        """Whether inference mode is much worse. `first` is the first loss of the run."""
-        training, inference = float(self.training), float(self.inference)
-        rounding = (_OF_BATCH if is_batch else _OF_FULL_BATCH) * abs(first)
-        most = training + (_WORSE - 1) * abs(training) + rounding
-        return math.isfinite(most) and not inference <= most
 
 
 def norms_of(model: PyTree, state: PyTree) -> list[eqx.nn.BatchNorm]:
@@ -167,29 +158,6 @@ def _loss_on(
     return objective.value(outputs)
 
 
-def losses_on(
-    setting: StepSettings,
-    parameters: PyTree,
-    state: PyTree,
-    data: tuple,
-    training: ScalarLike | None = None,
-) -> Losses | None:
-    """Return the losses of both modes on a batch, or `None` if the model fails in
-    inference mode, which training does not need.
-
-    - `training`: the loss in training mode, if it is known.
-    """
-    given = parameters, state, data
-    if training is None:
-        training = _loss_on(setting, *given, True)
-    try:
-        inference = eqx.nn.inference_mode(setting.network)
-        predicts = setting._replace(network=inference)
-        return Losses(training, _loss_on(predicts, *given, False))
-    except Exception:  # raised by the user's model, after a run that may have taken hours
-        return None
-
-
 @eqx.filter_jit
 def _of_batch(
     network: Network, parameters: PyTree, state: PyTree, inputs: PyTree, keys: Any
@@ -302,42 +270,42 @@ def batch_statistics(
     return network.frozen.with_state(found)
 
 
-def doubt_of_full_batch(driver: str, losses: Losses | None, first: float) -> str:
-    """Return a sentence if the model in inference mode is much worse than the model that
-    was trained on a full batch, or ""."""
-    if losses is None or not losses.are_apart(first):
-        return ""
-    return (
-        f"The model of `gnlin.{driver}` has a loss of {float(losses.training):.4g}, but "
-        f"of {float(losses.inference):.4g} in inference mode with the state that is "
-        "returned: before it predicts, call it in training mode on all data, again and "
-        "again, until its state no longer changes; or use `equinox.nn.BatchNorm` with "
-        '`mode="batch"`, one for each layer, whose statistics are taken at the end of '
-        "the run."
-    )
+def doubt_of_inference(
+    driver: str,
+    setting: StepSettings,
+    parameters: PyTree,
+    state: PyTree,
+    batches: list[tuple],
+    losses: Any,
+    remedy: str = _REMEDY,
+    training: Any = None,
+) -> str:
+    """Return a sentence if the model is much worse in inference mode than in training
+    mode, or if the model fails in inference mode, which training does not need, "".
 
-
-def doubt_of_batches(losses: Losses | None, first: float, *, is_refreshed: bool) -> str:
-    """Return a sentence if the model in inference mode is much worse on a batch than the
-    model that was trained on batches, or "".
-
-    - `is_refreshed`: whether its statistics are those of its parameters.
+    - `batches`: the data on which the modes are compared.
+    - `losses`: those of the history.
+    - `remedy`: what to do, the end of the sentence.
+    - `training`: the loss in training mode, known on a full batch only.
     """
-    if losses is None or not losses.are_apart(first, is_batch=True):
+    first, is_full = losses[0] if len(losses) else 0.0, training is not None
+    predicts = setting._replace(network=eqx.nn.inference_mode(setting.network))
+
+    def mean(setting: StepSettings, is_training: bool) -> float:
+        of_each = (_loss_on(setting, parameters, state, x, is_training) for x in batches)
+        return float(sum(of_each)) / len(batches)
+
+    try:
+        trained = mean(setting, True) if training is None else float(training)
+        inference = mean(predicts, False)
+    except Exception:  # raised by the user's model, after a run that may have taken hours
         return ""
-    remedy = (
-        "take larger batches, or train on a full batch"
-        if is_refreshed
-        else "take the statistics of the last parameters by `state = "
-        "gnlin.predict.batch_statistics(model, state, inputs, batch_size=...)`"
-    )
-    training, inference = (float(x) for x in losses)
+    rounding = (_OF_FULL_BATCH if is_full else _OF_BATCH) * abs(float(first))
+    most = trained + (_WORSE - 1) * abs(trained) + rounding
+    if inference <= most or not math.isfinite(most):
+        return ""
     return (
-        f"On some batches, the model of `gnlin.fit` has a loss of {training:.4g}, but of "
-        f"{inference:.4g} in inference mode with the state that is returned: {remedy}."
+        f"{'The' if is_full else 'On some batches, the'} model of `gnlin.{driver}` has a "
+        f"loss of {trained:.4g}, but of {inference:.4g} in inference mode with the state "
+        f"that is returned: {remedy}."
     )
-
-
-def first_of(losses: Any) -> float:
-    """Return the first loss of a history, or 0 if there is none."""
-    return float(np.asarray(losses)[0]) if len(losses) else 0.0
