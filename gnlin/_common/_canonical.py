@@ -22,6 +22,7 @@ from jax.extend.core import (
     Literal,
     primitives,
 )
+from jax.interpreters import partial_eval
 from jaxtyping import Array, PyTree
 
 from ._cost import bytes_made, primitives_of
@@ -265,7 +266,7 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
             return of_value(params), _key(rule, depth + 1)
         return of_value(params)
 
-    used = needed(jaxpr)
+    used = _needed(jaxpr)
     inputs = named(jaxpr.constvars), named(jaxpr.invars)
     equations = tuple(
         (
@@ -317,7 +318,12 @@ def of_one_example(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
 
-def needed(jaxpr: Jaxpr) -> set:
+def are_read(program: Jaxpr) -> list[bool]:
+    """Whether any result of a program depends on each of its arguments."""
+    return partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]
+
+
+def _needed(jaxpr: Jaxpr) -> set:
     """Return the variables that outputs or effects depend on."""
     found = set(filter(_is_variable, jaxpr.outvars))
     for equation in reversed(jaxpr.eqns):

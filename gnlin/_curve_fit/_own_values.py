@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._common._canonical import needed, Program
+from .._common._canonical import are_read, Program
 from .._common._words import how_many
 from ._curve import Curve, rounding
 
@@ -81,9 +81,8 @@ def _read(curve: Curve, number: int) -> list[bool]:
     """Whether the curve depends on each of the arrays of x, as far as is known."""
     if not isinstance(curve.f, Program):
         return [True] * number
-    program = curve.f.traced.jaxpr
-    found = needed(program)
-    return [v in found for v in program.invars[len(program.invars) - number :]]
+    of_all = are_read(curve.f.traced.jaxpr)
+    return of_all[len(of_all) - number :]
 
 
 def _degrees(traces: np.ndarray, sums: np.ndarray, squares: np.ndarray) -> float:

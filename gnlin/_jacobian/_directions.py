@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import jax
 from jax.extend.core import Jaxpr, Primitive, primitives
-from jax.interpreters import partial_eval
 from jaxtyping import Array, PyTree
 
+from .._common._canonical import are_read
 from .._common._checks import check_one_of
 from .._common._cost import primitives_of
 from .._common._tree import Structure
@@ -19,11 +19,6 @@ Direction = Literal["fwd", "bwd"]
 # were given no transposed solve.
 _TRANSPOSED = {p for p in vars(primitives).values() if isinstance(p, Primitive)}
 _TRANSPOSED -= {primitives.while_p, primitives.linear_solve_p}
-
-
-def are_read(program: Jaxpr) -> list[bool]:
-    """Whether any result of a program depends on each of its arguments."""
-    return partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]
 
 
 def is_zero_map(program: Jaxpr) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._canonical import needed
+from .._common._canonical import are_read
 from ..losses import AbstractLoss
 from ..losses._base import Reduction
 from ._admitted import check_outputs
@@ -164,7 +164,7 @@ def _depends(loss: AbstractLoss, targets: PyTree[Array] | None) -> bool:
     if not leaves:
         return False
     program = jax.make_jaxpr(lambda targets: counted(loss, targets))(targets).jaxpr
-    return not needed(program).isdisjoint(program.invars)
+    return any(are_read(program))
 
 
 def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:

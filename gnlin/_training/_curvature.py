@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
-from .._common._canonical import needed
+from .._common._canonical import are_read
 from .._linearisation._group_loss import GroupLosses
 from .._solver import IterativeLinearisation
 from ..losses import AbstractLoss
@@ -59,5 +59,4 @@ def _is_flat(loss: AbstractLoss, outputs: Shapes, targets: PyTree[Array]) -> boo
         return jax.jvp(slope, (at,), (direction,))[1]
 
     program = jax.make_jaxpr(along)(example, example, target).jaxpr
-    directions = program.invars[: len(jax.tree.leaves(example))]
-    return needed(program).isdisjoint(directions)
+    return not any(are_read(program)[: len(jax.tree.leaves(example))])

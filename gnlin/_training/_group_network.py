@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from .._common import _tree
-from .._common._canonical import canonical, needed, of_one_example, read_by
+from .._common._canonical import are_read, canonical, of_one_example, read_by
 from .._common._checks import check_count, first_line, is_own
 from .._common._complex import in_real_parts
 from .._common._precision import full_precision
@@ -266,7 +266,7 @@ def _uses_key(sampler: Callable[[Array], PyTree]) -> bool:
     NumPy's generators draws only while it is compiled."""
     program = jax.make_jaxpr(sampler)(jax.random.key(0)).jaxpr
     calls_back = bool(program.effects) or "callback" in str(program)
-    return calls_back or not needed(program).isdisjoint(program.invars)
+    return calls_back or any(are_read(program))
 
 
 def _wide(dtype: Any, data: PyTree) -> PyTree:

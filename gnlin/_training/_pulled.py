@@ -4,8 +4,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .._common._canonical import are_read
 from .._common._words import how_many, name_of
-from .._jacobian._directions import are_read
 from ._step import StepSettings
 
 

@@ -10,7 +10,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._canonical import needed
+from .._common._canonical import are_read
 from .._common._history import columns_of
 from .._common._sharding import Places, sharded
 from .._jacobian import WithPrior
@@ -172,8 +172,7 @@ class StepSettings(NamedTuple):
             return self.augment is not None
         inputs, keys, *state = args
         of_keys = lambda keys: self.outputs(parameters, (inputs, keys, *state))
-        program = jax.make_jaxpr(of_keys)(keys).jaxpr
-        return not needed(program).isdisjoint(program.invars)
+        return any(are_read(jax.make_jaxpr(of_keys)(keys).jaxpr))
 
 
 def key_of_steps(key: Key[Array, ""]) -> Key[Array, ""]:
