@@ -47,7 +47,7 @@ from ._training._residuals import (
 )
 from ._training._solution import Model, on_host, Solution
 from ._training._statistics import at_the_end, doubt_of_inference
-from ._training._step import checked_outputs, key_of_steps, outputs_of, StepSettings
+from ._training._step import checked_outputs, key_of_steps, StepSettings
 from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
 from .losses._of_examples import loss_beside
@@ -229,13 +229,8 @@ def solve(
         elif has_failed:
             why = why_it_failed(setting, carry, num_steps)
             row = {name: x[-1] for name, x in rows.items() if len(x)}
-            predict = outputs_of(setting, carry, num_steps - 1)
             at_fault = (
-                (
-                    where_not_finite(groups)
-                    if groups is not None
-                    else not_finite(*batch, predict=predict)
-                )
+                (where_not_finite(groups) if groups else not_finite(*batch))
                 or group_at_fault(setting, carry, batch, num_steps, row)
                 or flaw_of(solver.retraction, carry.parameters)
                 or little

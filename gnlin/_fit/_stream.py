@@ -21,7 +21,6 @@ from .._training._residuals import GroupsByName, where_not_finite
 
 Data = tuple[PyTree[Array], PyTree[Array], Array | None]
 Check = Callable[[Data], Any]
-Predict = Callable[[PyTree[Array]], PyTree[Array]]
 
 # The most numbers of an array that enter the checksum of a batch: its first examples
 # distinguish it from others, and large ones would take long.
@@ -113,13 +112,12 @@ class ArrayStream:
         for index in range(first, self.num_batches):
             yield Batch(self.example, order, index)
 
-    def at_fault(self, check: Check, predict: Predict | None = None) -> str:
+    def at_fault(self, check: Check) -> str:
         """Say which example is not finite, in a sentence; or return "".
 
         - `check`: raises `ValueError` if the targets of a batch do not fit.
-        - `predict`: returns the outputs of some inputs.
         """
-        return not_finite(*self.example, predict)
+        return not_finite(*self.example)
 
     def identity(self) -> str:
         """Describe the data, so that a resumed run can compare them."""
@@ -137,7 +135,7 @@ class GroupStream(ArrayStream):
         self._groups = groups
         self.example = data
 
-    def at_fault(self, check: Check, predict: Predict | None = None) -> str:
+    def at_fault(self, check: Check) -> str:
         return where_not_finite(self._groups)
 
 
@@ -224,7 +222,7 @@ class IterableStream:
                 "a function of the epoch that returns an iterable."
             )
 
-    def at_fault(self, check: Check, predict: Predict | None = None) -> str:
+    def at_fault(self, check: Check) -> str:
         """Look at the latest two batches: the next batch has already been taken when a
         step is judged."""
         for batch in self._latest:
@@ -232,7 +230,7 @@ class IterableStream:
                 check(batch)
             except ValueError as error:
                 return str(error)
-        found = (not_finite(*batch, predict) for batch in self._latest)
+        found = (not_finite(*batch) for batch in self._latest)
         return next((f"In its batch: {said}" for said in found if said), "")
 
     def identity(self) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 
 from .._common._history import History
 from .._training._ending import explains_little, group_at_fault
-from .._training._step import Carry, checked_outputs, outputs_of, StepSettings
+from .._training._step import Carry, checked_outputs, StepSettings
 from ._stream import ArrayStream, IterableStream
 
 
@@ -51,7 +51,6 @@ def data_at_fault(
     """
     model = carry.parameters, carry.model_state
     check = lambda batch: checked_outputs(setting, *model, batch)
-    predict = outputs_of(setting, carry, number - 1)
-    return stream.at_fault(check, predict) or group_at_fault(
+    return stream.at_fault(check) or group_at_fault(
         setting, carry, stream.example, number, row
     )

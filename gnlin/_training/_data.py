@@ -1,6 +1,6 @@
 """Conversion of a user's data to batches of arrays, with checks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,10 +11,6 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import as_jax_reads, nan_unless, nonnegative, to_jax
 from .._common._sharding import automatic, is_here
-
-
-# The most examples whose outputs are computed to find out what is not finite.
-_MOST_TRIED = 100
 
 
 def as_batch(
@@ -69,22 +65,12 @@ def not_finite(
     inputs: PyTree[Array],
     targets: PyTree[Array],
     weights: Array | None = None,
-    predict: Callable[[PyTree[Array]], PyTree[Array]] | None = None,
 ) -> str:
     """Return a sentence that names examples with non-finite inputs or targets, or "".
-    This looks at all data, so it is used only after a run has failed.
-
-    - `predict`: a function that returns the outputs of some inputs. Inputs whose outputs
-        are finite, such as padding behind a mask, are named after the targets.
-    """
+    This looks at all data, so it is used only after a run has failed."""
     both = {"input": inputs, "target": targets}
     bad = {name: next(rows_not_finite(tree), None) for name, tree in both.items()}
     named = {name: rows for name, rows in bad.items() if rows is not None}
-    if len(named) == 2 and predict is not None:
-        some = named["input"][:_MOST_TRIED]
-        outputs = predict(jax.tree.map(lambda x: x[some], inputs))
-        if next(rows_not_finite(outputs), None) is None:
-            named = dict(reversed(named.items()))
     if not named:
         return ""
     words = []

@@ -201,18 +201,6 @@ def checked_outputs(
     return outputs
 
 
-def outputs_of(
-    setting: StepSettings, carry: Carry, number: int
-) -> Callable[[PyTree[Array]], PyTree[Array]]:
-    """Return the network of step `number` as a function of some inputs."""
-
-    def predict(inputs: PyTree[Array]) -> PyTree[Array]:
-        args = setting.args(inputs, number, carry.model_state)
-        return setting.outputs(carry.parameters, args)
-
-    return predict
-
-
 def all_checked(
     setting: StepSettings,
     parameters: PyTree,
