@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key, PyTree, ScalarLike
+from jaxtyping import Array, Key, PyTree
 
 from .._common import _tree
 from .._common._checks import as_key, check_count
@@ -104,9 +104,17 @@ def _with_statistics(
     return state
 
 
-def _after_full_batch(
-    setting: StepSettings, carry: Carry, data: tuple
-) -> tuple[PyTree, Array]:
+@quickly
+def at_the_end(setting: StepSettings, carry: Carry, data: tuple) -> tuple[PyTree, Array]:
+    """Return the state of the model at the final parameters of a run on a full batch, and
+    their loss.
+
+    The state is what the forward pass of this loss leaves, so that inference mode has the
+    same loss if it uses the statistics of that pass. The last step left those of its
+    linearisation point, for which the loss in inference mode may be far larger. All data
+    are at hand, so the running statistics of batch normalisation become those of the
+    data.
+    """
     assert carry.before is not None
     (before, number), parameters = carry.before, carry.parameters
     norms = norms_of(setting.network.frozen.in_training(parameters), before)
@@ -120,26 +128,6 @@ def _after_full_batch(
     if jax.tree.leaves(numbers):  # A failed run keeps a state that is finite.
         after = _tree.where(_tree.all_finite(numbers), after, carry.model_state)
     return after, loss
-
-
-_quickly_after_full_batch = quickly(_after_full_batch)
-
-
-def at_the_end(
-    setting: StepSettings, carry: Carry, data: tuple
-) -> tuple[PyTree, ScalarLike]:
-    """Return the state of the model at the final parameters of a run on a full batch, and
-    their loss.
-
-    The state is what the forward pass of this loss leaves, so that inference mode has the
-    same loss if it uses the statistics of that pass. The last step left those of its
-    linearisation point, for which the loss in inference mode may be far larger. All data
-    are at hand, so the running statistics of batch normalisation become those of the
-    data.
-    """
-    if carry.before is None:
-        return carry.model_state, carry.loss
-    return _quickly_after_full_batch(setting, carry, data)
 
 
 @eqx.filter_jit
