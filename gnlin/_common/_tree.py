@@ -252,16 +252,11 @@ def column_norms(matrix: Float[Array, "m k"]) -> Float[Array, " k"]:
     return units * jnp.linalg.norm(matrix / units[None], axis=0)
 
 
-def max_norm(a: PyTree[Array]) -> Scalar:
-    """Return the largest absolute value."""
-    each = [jnp.max(jnp.abs(x), initial=0) for x in joined(a)]
-    return functools.reduce(jnp.maximum, promoted(each))
-
-
 def unit(a: PyTree[Array]) -> Scalar:
     """Return a number to divide by before squaring: the largest absolute value, or 1 if
     that is zero or not finite."""
-    largest = max_norm(a)
+    each = [jnp.max(jnp.abs(x), initial=0) for x in joined(a)]
+    largest = functools.reduce(jnp.maximum, promoted(each))
     return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
 
 
