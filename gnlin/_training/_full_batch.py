@@ -71,7 +71,7 @@ def steps_inside(
 
     - `num_rows`: the number of rows of the history; 0 for no history.
     """
-    sizes = num_rows, num_rows > 0, _types(jax.tree.leaves((setting, data, start)))
+    sizes = num_rows, _types(jax.tree.leaves((setting, data, start)))
     number = jnp.array(max_steps)
     run = _steps(setting, data, start, None, sizes, number, number)
     return FullBatchRun(*run, is_interrupted=False)
@@ -104,7 +104,7 @@ def run(
     if is_traced([jnp.zeros(()), *leaves]):
         return whole()
     num_rows = min(rows_for(max_steps), _MOST_ROWS)
-    sizes = num_rows, history, types
+    sizes = num_rows if history else 0, types
     now: Any = start
     outputs, parts, is_interrupted = None, [], False
     most, left = num_rows, max_steps
@@ -187,7 +187,7 @@ def _all_steps(
     """Make at most `most` of the steps that are `left`, from the end `now` of another
     call (a `_Now`) with the shapes of the outputs, or from `now = (parameters, model
     state)`."""
-    num_rows, history, _ = sizes
+    num_rows, _ = sizes
     inputs, places = data[0], setting.places
     # These lines are inside the program, so that the model is traced for its shapes only
     # once per compilation. The tracing can take longer than a run.
@@ -206,7 +206,7 @@ def _all_steps(
 
     row = now.carry.solver_state.row()
     row |= dict.fromkeys(columns_of(setting.names).values(), row["loss"])
-    row = row if history else {}
+    row = row if num_rows else {}
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
 
     def step(now_and_rows):
