@@ -17,7 +17,6 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._tree import matmul, ravel_pytree
 from .._jacobian import Cost
-from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractMethod, AbstractWay, Answer, price_of_squaring
@@ -95,15 +94,12 @@ class AbstractByCholesky(AbstractFactorised):
         return Factorised.of(self.matrix, self.damping_of(filter))
 
 
-class OnOutputs(AbstractByCholesky):
+class OnOutputs(AbstractByCholesky, AbstractMethod):
     r"""The step $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$ by a Cholesky
     factorisation; see `through_outputs`."""
 
     method: ClassVar[str] = "kernel"
-    problem: Quadratic
     pushed: Float[Array, " m"] | None  # phi g_0
-    passes: Passes
-    gradient_norm: Scalar
 
     def __init__(
         self,
@@ -112,17 +108,13 @@ class OnOutputs(AbstractByCholesky):
         passes: Passes,
         factor: Factorised | None = None,
     ):
-        self.problem = problem
+        self.pushed = None
+        if problem.rest is not None:
+            self.pushed = problem.jacobian.push_forward(problem.rest)
+            passes += Passes(jvps=problem.jacobian.a_product().jvps)
+        AbstractMethod.__init__(self, problem, passes)
         self.matrix = matrix.astype(_tree.dtype((matrix, problem.residual)))
         self.factor = factor
-        if problem.rest is None:
-            self.pushed = None
-            self.passes = passes
-            self.gradient_norm = _norm_by(matrix, problem.flat_residual())
-        else:
-            self.pushed = problem.jacobian.push_forward(problem.rest)
-            self.passes = passes + problem.jacobian.a_product()
-            self.gradient_norm = _tree.norm(self.gradient())
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
@@ -136,15 +128,6 @@ class OnOutputs(AbstractByCholesky):
     def of(cls, problem: Quadratic, cost: Cost) -> "OnOutputs":
         problem = problem.at_hand_if_it_fits()
         return cls(problem, problem.jacobian.gram(), cost.gram)
-
-    def curvature_along_gradient(self) -> Scalar:
-        norm = self.gradient_norm
-        residual = _tree.divided(self.problem.flat_residual(), norm)
-        pushed = matmul(self.matrix, residual)
-        if self.pushed is not None:
-            pushed = _tree.axpy(1, _tree.divided(self.pushed, norm), pushed)
-        along = _tree.dot(pushed, pushed)
-        return with_derivative_of(Quadratic.curvature_along_gradient, along, self.problem)
 
     def with_problem(self, problem: Quadratic) -> "OnOutputs":
         return OnOutputs(problem, self.matrix, Passes(), self.factor)
@@ -176,18 +159,6 @@ def through_outputs(
     a, result = solve(right)
     step = _tree.axpy(-inverse, problem.rest, pull_back(-a))
     return Answer(step, passes=a_pass, result=result)
-
-
-def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scalar:
-    r"""Return $\lVert\phi^\top r\rVert$ without overflow of its square."""
-    residual = residual.astype(_tree.dtype((kernel, residual)))
-    # The result does not depend on the units.
-    unit = _tree.fixed(_tree.unit(residual))
-    r = residual / unit
-    product = matmul(kernel, r)
-    size = _tree.fixed(_tree.unit(product))
-    squared = matmul(r, product / size)
-    return unit * jnp.sqrt(size) * jnp.sqrt(jnp.where(squared < 0, 0, squared))
 
 
 class OnParameters(AbstractByCholesky, AbstractMethod):
