@@ -17,14 +17,14 @@ from .._linearisation._decompositions import spectrum_of
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import evaluated, Filter, Spectrum
 from ..filters import AbstractFilter, PseudoInverse, Tikhonov
-from ._base import AbstractWay, Answer, price_of_squaring
+from ._base import AbstractMethod, Answer, price_of_squaring
 
 
 # The part of the rest outside the range of phi^T counts as zero below this many eps.
 _ROUNDINGS = 100
 
 
-class Spectral(AbstractWay):
+class Spectral(AbstractMethod):
     r"""The step $-\phi^\top U g(w) U^\top r - g(\phi^\top\phi)\,g_0$ from a spectrum. A
     further filter costs one evaluation of it and one product.
 
@@ -32,25 +32,16 @@ class Spectral(AbstractWay):
     $g(0)$ outside it.
     """
 
-    problem: Quadratic
     spectrum: Spectrum
-    passes: Passes
     pushed: Float[Array, " k"]  # U^T phi g_0
-    gradient_norm: Scalar
 
     def __init__(self, problem: Quadratic, spectrum: Spectrum, passes: Passes):
-        self.problem = problem
         self.spectrum = spectrum
-        self.passes = passes
-        if problem.rest is None:
-            self.pushed = jnp.zeros_like(spectrum.eigenvalues)
-            norm = spectrum.gradient_norm()
-            self.gradient_norm = with_derivative_of(_gradient_norm, norm, problem)
-        else:
-            pushed = problem.jacobian.push_forward(problem.rest)
-            self.pushed = spectrum.project(pushed)
-            self.passes = passes + problem.jacobian.a_product()
-            self.gradient_norm = _tree.norm(self.gradient())
+        self.pushed = jnp.zeros_like(spectrum.eigenvalues)
+        if problem.rest is not None:
+            self.pushed = spectrum.project(problem.jacobian.push_forward(problem.rest))
+            passes += Passes(jvps=problem.jacobian.a_product().jvps)
+        super().__init__(problem, passes)
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
@@ -60,11 +51,6 @@ class Spectral(AbstractWay):
     def _made(cls, problem: Quadratic, method: Literal["svd", "eigh"], passes: Passes):
         spectrum = spectrum_of(problem.jacobian, problem.residual, method)
         return cls(problem, spectrum, passes)
-
-    def gradient(self) -> PyTree[Array]:
-        gradient, rest = self.spectrum.gradient(), self.problem.rest
-        gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
-        return with_derivative_of(Quadratic.gradient, gradient, self.problem)
 
     def curvature_along_gradient(self) -> Scalar:
         pushed = self.spectrum.eigenvalues * self.spectrum.coefficients + self.pushed
@@ -136,10 +122,6 @@ def _at_zero(filter: Filter, w: Float[Array, " k"]) -> Scalar:
 
 
 # The same quantities by products with the Jacobian, used for their derivatives
-
-
-def _gradient_norm(problem: Quadratic) -> Scalar:
-    return _tree.norm(problem.gradient())
 
 
 def _with_rest(filter: Filter, spectrum: Spectrum, problem: Quadratic) -> PyTree[Array]:
