@@ -32,7 +32,7 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
 from .._subproblem import (
-    AbstractWay,
+    AbstractMethod,
     by_products,
     check_form,
     check_method,
@@ -286,7 +286,9 @@ class IterativeLinearisation(AbstractGaussNewton):
         result = optx.RESULTS.where(solved, update.result, STANDS_STILL)
         return eqx.tree_at(lambda u: (u.terminate, u.result), update, (over, result))
 
-    def _is_solved(self, subproblem: AbstractWay, step: PyTree[Array]) -> Bool[Array, ""]:
+    def _is_solved(
+        self, subproblem: AbstractMethod, step: PyTree[Array]
+    ) -> Bool[Array, ""]:
         """Whether the linearised problem's gradient has become almost zero."""
         problem = by_products(subproblem.problem).in_space()
         gradient = problem.gradient(step, self.damping)
@@ -298,7 +300,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         objective: AbstractObjective,
         lin: Linearisation,
         num_trials: int = 1,
-    ) -> AbstractWay:
+    ) -> AbstractMethod:
         """Return the linearised problem, ready for `filter` of any number of steps up to
         the period.
 

@@ -17,8 +17,8 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import (
+    AbstractMethod,
     AbstractSubproblem,
-    AbstractWay,
     check_form,
     check_method,
     Form,
@@ -356,7 +356,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem: Quadratic | ProxLinear,
         filter: Tikhonov,
         num_trials: int,
-    ) -> tuple[type[AbstractWay], Scaling, Any]:
+    ) -> tuple[type[AbstractMethod], Scaling, Any]:
         """Return the way to solve the linearised problem, the scaling, and the method by
         which to set up the scaled problem."""
         if self.scaling in (None, "identity"):

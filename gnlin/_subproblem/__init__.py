@@ -3,7 +3,6 @@
 from ._base import (
     AbstractMethod as AbstractMethod,
     AbstractSubproblem as AbstractSubproblem,
-    AbstractWay as AbstractWay,
     Answer as Answer,
     InexactTikhonov as InexactTikhonov,
     undamped as undamped,

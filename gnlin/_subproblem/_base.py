@@ -135,21 +135,51 @@ class AbstractSubproblem(eqx.Module):
         raise NotImplementedError
 
 
-class AbstractWay(AbstractSubproblem):
-    """A way to solve a linearised problem. Whether it applies to a problem, and its cost,
-    are known before it is set up.
+class AbstractMethod(AbstractSubproblem):
+    """A way to solve the linearised problem. Whether it applies to a problem, and its
+    cost, are known before it is set up. It computes the gradient by one product.
 
-    - `method`: its name, as users pass it.
+    A way of your own defines `of` and `solve`, and is passed as a class, as in
+    `gnlin.DampedGaussNewton(0.1, method=Dense)`. By default it is for damped quadratic
+    problems. If a loss is not squared error, its gradient has a part `problem.rest`,
+    which `gradient()` includes and the residual does not.
+
+    - `method`: its name, as users of gnlin's own ways pass it.
     - `problem`: a [`gnlin.authoring.Quadratic`][] or a `ProxLinear`.
     - `stops_early`: whether `truncated` makes a solution cheaper.
     - `residuals_are_dear`: whether each further residual costs as much as the first, so
         that geodesic acceleration is left out by default.
+
+    !!! example
+
+        ```python
+        class Dense(gnlin.authoring.AbstractMethod):
+            @classmethod
+            def of(cls, problem, cost):
+                return cls(problem.at_hand(), cost.rows)
+
+            def solve(self, filter):
+                curvature = self.problem.jacobian.curvature()
+                damped = curvature + filter.damping * jnp.eye(len(curvature))
+                gradient, unravel = jax.flatten_util.ravel_pytree(self.gradient())
+                step = unravel(-jnp.linalg.solve(damped, gradient))
+                return gnlin.authoring.Answer(step)
+        ```
     """
 
     method: ClassVar[str]
     stops_early: ClassVar[bool] = False
     residuals_are_dear: ClassVar[bool] = False
-    problem: AbstractVar[Any]
+    problem: Any
+    passes: Passes
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+
+    def __init__(self, problem: Any, passes: Passes):
+        self.problem = problem
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
 
     @classmethod
     def fits(cls, problem: Any, filter: Filter) -> bool:
@@ -166,16 +196,25 @@ class AbstractWay(AbstractSubproblem):
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, problem: Any, cost: Cost, *settings: Any) -> "AbstractWay":
+    def of(cls, problem: Any, cost: Cost, *settings: Any) -> "AbstractMethod":
         """Set up a problem. A method with parameters is passed as the only setting."""
 
     def gradient(self) -> PyTree[Array]:
-        return self.problem.gradient()
+        return self._gradient
 
-    def with_problem(self, problem: Any) -> "AbstractWay":
-        """Return the subproblem of another residual and rest, with the same Jacobian. By
-        default it is set up again."""
-        return type(self).of(problem, problem.jacobian.cost())
+    def curvature_along_gradient(self) -> Scalar:
+        return self.problem.curvature_along(self._gradient)
+
+    def largest_curvature(self) -> Scalar:
+        return self.curvature_along_gradient()
+
+    def with_problem(self, problem: Any) -> "AbstractMethod":
+        """Return the subproblem of another residual and rest, with the same Jacobian."""
+        gradient = problem.gradient()
+        passes = Passes(vjps=problem.jacobian.a_product().vjps)
+        new = problem, gradient, _tree.norm(gradient), passes
+        parts = lambda w: (w.problem, w._gradient, w.gradient_norm, w.passes)
+        return eqx.tree_at(parts, self, new)
 
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
         return self.with_problem(self.problem.with_residual(residual))
@@ -201,59 +240,6 @@ class AbstractWay(AbstractSubproblem):
         if not isinstance(filter, Tikhonov):
             raise does_not_serve(type(self), filter)
         return filter.damping
-
-
-class AbstractMethod(AbstractWay):
-    """A way to solve the linearised problem that computes the gradient by one product.
-
-    A way of your own defines `of` and `solve`, and is passed as a class, as in
-    `gnlin.DampedGaussNewton(0.1, method=Dense)`. By default it is for damped quadratic
-    problems. If a loss is not squared error, its gradient has a part `problem.rest`,
-    which `gradient()` includes and the residual does not.
-
-    !!! example
-
-        ```python
-        class Dense(gnlin.authoring.AbstractMethod):
-            @classmethod
-            def of(cls, problem, cost):
-                return cls(problem.at_hand(), cost.rows)
-
-            def solve(self, filter):
-                curvature = self.problem.jacobian.curvature()
-                damped = curvature + filter.damping * jnp.eye(len(curvature))
-                gradient, unravel = jax.flatten_util.ravel_pytree(self.gradient())
-                step = unravel(-jnp.linalg.solve(damped, gradient))
-                return gnlin.authoring.Answer(step)
-        ```
-    """
-
-    problem: Any
-    passes: Passes
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
-
-    def __init__(self, problem: Any, passes: Passes):
-        self.problem = problem
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.problem.curvature_along(self._gradient)
-
-    def largest_curvature(self) -> Scalar:
-        return self.curvature_along_gradient()
-
-    def with_problem(self, problem: Any) -> "AbstractMethod":
-        gradient = problem.gradient()
-        passes = Passes(vjps=problem.jacobian.a_product().vjps)
-        new = problem, gradient, _tree.norm(gradient), passes
-        parts = lambda w: (w.problem, w._gradient, w.gradient_norm, w.passes)
-        return eqx.tree_at(parts, self, new)
 
 
 Descent = GradientDescent | HeavyBall | Nesterov
@@ -383,7 +369,7 @@ def either(
     return jax.lax.cond(condition, lambda: carried(this()), lambda: carried(that()))
 
 
-def does_not_serve(way: type[AbstractWay], filter: Filter) -> ValueError:
+def does_not_serve(way: type[AbstractMethod], filter: Filter) -> ValueError:
     name = getattr(way, "method", way.__name__)
     return ValueError(
         f"The method {name!r} cannot be used for `{type(filter).__name__}`: choose "

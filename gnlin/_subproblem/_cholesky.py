@@ -19,7 +19,7 @@ from .._common._tree import matmul, ravel_pytree
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import AbstractMethod, AbstractWay, Answer, price_of_squaring
+from ._base import AbstractMethod, Answer, price_of_squaring
 
 
 # A Jacobian of up to this many bytes is put in memory, for the gradient of `OnParameters`
@@ -56,7 +56,7 @@ class Factorised(eqx.Module):
         return jnp.where(self.finite, solution.value, jnp.nan), result
 
 
-class AbstractFactorised(AbstractWay):
+class AbstractFactorised(AbstractMethod):
     """A way that factorises a matrix for each filter.
 
     - `factor`: the factorisation if it was made in advance for one filter; `None` to
@@ -94,7 +94,7 @@ class AbstractByCholesky(AbstractFactorised):
         return Factorised.of(self.matrix, self.damping_of(filter))
 
 
-class OnOutputs(AbstractByCholesky, AbstractMethod):
+class OnOutputs(AbstractByCholesky):
     r"""The step $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$ by a Cholesky
     factorisation; see `through_outputs`."""
 
@@ -112,7 +112,7 @@ class OnOutputs(AbstractByCholesky, AbstractMethod):
         if problem.rest is not None:
             self.pushed = problem.jacobian.push_forward(problem.rest)
             passes += Passes(jvps=problem.jacobian.a_product().jvps)
-        AbstractMethod.__init__(self, problem, passes)
+        super().__init__(problem, passes)
         self.matrix = matrix.astype(_tree.dtype((matrix, problem.residual)))
         self.factor = factor
 
@@ -161,14 +161,14 @@ def through_outputs(
     return Answer(step, passes=a_pass, result=result)
 
 
-class OnParameters(AbstractByCholesky, AbstractMethod):
+class OnParameters(AbstractByCholesky):
     r"""The step $-(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$ by a Cholesky
     factorisation."""
 
     method: ClassVar[str] = "curvature"
 
     def __init__(self, problem: Quadratic, matrix: Float[Array, "p p"], passes: Passes):
-        AbstractMethod.__init__(self, problem, passes)
+        super().__init__(problem, passes)
         self.matrix = matrix.astype(_tree.dtype((matrix, self._gradient)))
         self.factor = None
 

@@ -39,7 +39,7 @@ _PART_OF_POINT = 0.1
 _USUAL_TRIALS = 3
 
 
-class CholeskyQR(AbstractMethod, AbstractFactorised):
+class CholeskyQR(AbstractFactorised):
     r"""The step $-(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$ by Cholesky
     factorisations of p x p matrices in two stages, which resolve small singular values.
 

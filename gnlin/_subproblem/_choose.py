@@ -17,7 +17,7 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..preconditioners import AbstractPreconditioner
-from ._base import AbstractWay, Answer, does_not_serve
+from ._base import AbstractMethod, Answer, does_not_serve
 from ._cholesky import OnOutputs, OnParameters
 from ._cholesky_qr import CholeskyQR
 from ._fallbacks import EigenvaluesFirst, FactorisedFirst, ProductsFirst
@@ -45,7 +45,7 @@ MethodName = Literal[
 ]
 Method = (
     MethodName
-    | type[AbstractWay]
+    | type[AbstractMethod]
     | NystromKernel
     | AbstractPreconditioner
     | lx.AbstractLinearSolver
@@ -56,7 +56,7 @@ _DAMPED = ("kernel", "curvature", "cholesky-qr", "schur", "sparse", "products-fi
 
 Form = Literal["quadratic", "prox-linear"]
 
-WAYS: tuple[type[AbstractWay], ...] = (
+WAYS: tuple[type[AbstractMethod], ...] = (
     SingularValues,
     Eigenvalues,
     OnOutputs,
@@ -107,7 +107,7 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
 
 def _is_own(method: Any) -> bool:
     """Whether a method is a way of the user's own; raise if it is not complete."""
-    is_own = isinstance(method, type) and issubclass(method, AbstractWay)
+    is_own = isinstance(method, type) and issubclass(method, AbstractMethod)
     if missing := is_own and sorted(method.__abstractmethods__):
         names = " and ".join(map(repr, missing))
         raise ValueError(f"`method={method.__name__}` lacks {names}: define each there.")
@@ -147,7 +147,7 @@ def choose(
     filter: Filter,
     num_trials: int = 1,
     method: Any = "auto",
-) -> AbstractWay:
+) -> AbstractMethod:
     """Set up a linearised problem, by default for the cheapest way to solve it.
 
     **Arguments:**
@@ -175,7 +175,7 @@ def choose(
 
 def _check_answer(name: str, subproblem: Any, filter: Filter) -> None:
     """Raise `ValueError` unless a way of the user's own answers with a step."""
-    if not isinstance(subproblem, AbstractWay):
+    if not isinstance(subproblem, AbstractMethod):
         raise ValueError(
             f"`of` of `method={name}` must return a `{name}`, such as "
             f"`cls(problem.at_hand(), cost.rows)`, but returns {subproblem!r}."
@@ -195,7 +195,7 @@ def _check_answer(name: str, subproblem: Any, filter: Filter) -> None:
 
 def way_of(
     problem: Quadratic | ProxLinear, filter: Filter, num_trials: int, method: Any
-) -> type[AbstractWay]:
+) -> type[AbstractMethod]:
     """Return the class of the way that `choose` takes."""
     ways = (way for kind, way in _OBJECTS if isinstance(method, kind))
     given = method if _is_own(method) else next(ways, None)
@@ -226,7 +226,7 @@ def _does_not_serve_here(
     method: Any,
     problem: Quadratic | ProxLinear,
     filter: Filter,
-    serving: list[type[AbstractWay]],
+    serving: list[type[AbstractMethod]],
 ) -> ValueError:
     others = [f'"{way.method}"' for way in serving]
     if isinstance(problem, ProxLinear):

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from equinox import AbstractVar
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, PyTree, Scalar
+from jaxtyping import Array, Bool, PyTree
 
 from .._common import _tree
-from .._common._passes import Passes
 from .._common._sharding import is_sharded
 from .._jacobian import Cost
 from .._linearisation._decompositions import svd_is_cheap
@@ -21,8 +20,7 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import PseudoInverse, Tikhonov
 from ._base import (
-    AbstractSubproblem,
-    AbstractWay,
+    AbstractMethod,
     Answer,
     either,
     InexactTikhonov,
@@ -57,7 +55,7 @@ _MOST_LEFT = 1e-3
 _BOTH_COMPILED, _TRYING = 1e-3, 5e-3
 
 
-class AbstractFirst(AbstractWrapper, AbstractWay):
+class AbstractFirst(AbstractWrapper, AbstractMethod):
     """A cheap way that is tried first, and a direct one that is used if it fails. The
     compiled program decides between them, and counts the passes of both.
 
@@ -65,16 +63,14 @@ class AbstractFirst(AbstractWrapper, AbstractWay):
     - `directly`: sets the same problem up for the direct way.
     """
 
-    problem: Quadratic
     inner: AbstractVar[Any]
-    directly: Callable[[], AbstractSubproblem]
-    gradient_norm: Scalar
-    passes: Passes
+    directly: Callable[[], AbstractMethod]
 
-    def __init__(self, first: AbstractWay, directly: Callable[[], AbstractSubproblem]):
+    def __init__(self, first: AbstractMethod, directly: Callable[[], AbstractMethod]):
         self.problem = first.problem
         self.inner = first
         self.directly = directly
+        self._gradient = first.gradient()
         self.gradient_norm = first.gradient_norm
         self.passes = first.passes
 
@@ -82,15 +78,10 @@ class AbstractFirst(AbstractWrapper, AbstractWay):
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         """Return the answer of the first way, and whether it is a solution."""
 
-    def gradient(self) -> PyTree[Array]:
-        return self.inner.gradient()
-
-    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
-        first = self.inner.with_residual(residual)
-        directly = Partial(_with_residual, self.directly, residual)
-        new = first.problem, first, directly, first.gradient_norm, first.passes
-        parts = lambda s: (s.problem, s.inner, s.directly, s.gradient_norm, s.passes)
-        return eqx.tree_at(parts, self, new)
+    def with_problem(self, problem: Quadratic) -> AbstractMethod:
+        new = super().with_problem(problem)
+        parts = self.inner.with_problem(problem), Partial(_other, self.directly, problem)
+        return eqx.tree_at(lambda s: (s.inner, s.directly), new, parts)
 
     def solve(self, filter: Filter) -> Answer:
         tried, arrived = self.attempt(filter)
@@ -120,7 +111,7 @@ class ProductsFirst(AbstractFirst):
     most: int = eqx.field(static=True)
 
     def __init__(
-        self, first: MatrixFree, directly: Callable[[], AbstractSubproblem], most: int
+        self, first: MatrixFree, directly: Callable[[], AbstractMethod], most: int
     ):
         super().__init__(first, directly)
         self.most = most
@@ -164,7 +155,7 @@ class EigenvaluesFirst(AbstractFirst):
     inner: Eigenvalues
     resolved: Bool[Array, ""]
 
-    def __init__(self, first: Eigenvalues, directly: Callable[[], AbstractSubproblem]):
+    def __init__(self, first: Eigenvalues, directly: Callable[[], AbstractMethod]):
         super().__init__(first, directly)
         spectrum, self.resolved = first.spectrum.resolved()
         self.inner = eqx.tree_at(lambda s: s.spectrum, first, spectrum)
@@ -216,7 +207,7 @@ class FactorisedFirst(AbstractFirst):
     def __init__(
         self,
         first: SparseLU | SchurComplement,
-        directly: Callable[[], AbstractSubproblem],
+        directly: Callable[[], AbstractMethod],
     ):
         super().__init__(first, directly)
 
@@ -293,12 +284,10 @@ def _factorising(cost: Cost) -> type[SparseLU | SchurComplement] | None:
     return None if math.isinf(min(costs)) else ways[costs.index(min(costs))]
 
 
-def _with_residual(
-    directly: Callable[[], AbstractSubproblem], residual: PyTree[Array]
-) -> AbstractSubproblem:
-    """Set up the direct way for another residual; its passes include the setup's."""
+def _other(directly: Callable[[], AbstractMethod], problem: Quadratic) -> AbstractMethod:
+    """Set up the direct way for another problem; its passes include the setup's."""
     direct = directly()
-    other = direct.with_residual(residual)
+    other = direct.with_problem(problem)
     return eqx.tree_at(lambda s: s.passes, other, direct.passes + other.passes)
 
 

@@ -13,7 +13,7 @@ from .._common import _tree
 from .._common._passes import Passes
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import AbstractSubproblem, AbstractWay, Answer
+from ._base import AbstractMethod, AbstractSubproblem, Answer
 from ._matrix_free import MatrixFree
 from ._prox_linear import ProxLinear
 
@@ -123,7 +123,7 @@ class WithMomentum(AbstractWrapper):
 def pulled(
     problem: Quadratic | ProxLinear,
     towards: PyTree[Array],
-    way: type[AbstractWay],
+    way: type[AbstractMethod],
     ready: Callable[[Quadratic | ProxLinear], AbstractSubproblem],
 ) -> AbstractSubproblem:
     """Return a subproblem whose damping pulls towards a step; the damping of a
