@@ -174,8 +174,8 @@ class _Trial(NamedTuple):
 
 def _proposed(trials: Trials, tried: TrialOutcome) -> _Trial:
     proposal = trials.proposed(tried)
-    lin, as_tree = trials.ready.lin, trials.ready.as_tree
-    return _Trial(tried, proposal, as_tree(lin.moved(proposal.step)))
+    point = trials.lin.moved(proposal.step)
+    return _Trial(tried, proposal, trials.as_tree(point))
 
 
 def _trials(

@@ -34,7 +34,7 @@ from ._base import AbstractGaussNewton
 from ._on_a_batch import damps_as_drawn, MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._state import Detour, Evaluate, State, Update
-from ._trials import Ready, TrialOutcome, Trials, try_dampings
+from ._trials import TrialOutcome, Trials, try_dampings
 
 
 # The most that an exact step may cost, in seconds or as a multiple of the time of
@@ -253,14 +253,14 @@ class LevenbergMarquardt(AbstractGaussNewton):
         acceleration = self.acceleration
         if acceleration is None:
             acceleration = self.form == "quadratic" and not way.residuals_are_dear
-        ready = Ready(lin, as_tree, measured, subproblem, on_face, inverse)
+        ready = lin, as_tree, measured, subproblem, on_face, inverse
         evaluate_array = lambda y: evaluate(as_tree(y))
-        return Trials(objective, ready, evaluate_array, rule, memory, acceleration)
+        return Trials(objective, *ready, evaluate_array, rule, memory, acceleration)
 
     def after(self, trials: Trials, tried: TrialOutcome) -> Update:
         """Return the outer step that the trials lead to."""
-        lin, as_tree = trials.ready.lin, trials.ready.as_tree
-        subproblem, problem = trials.ready.subproblem, trials.ready.measured.in_memory
+        lin, as_tree = trials.lin, trials.as_tree
+        subproblem, problem = trials.subproblem, trials.measured.in_memory
         found, detour = tried.found, trials.detour
         finite = trials.is_finite & ~jnp.isnan(tried.damping)
         step = _tree.where(found, tried.step, _tree.zeros_like(tried.step))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -76,28 +76,16 @@ class Proposal(eqx.Module):
     passes: Passes
 
 
-class Ready(NamedTuple):
-    """A linearisation that is ready to be solved for any damping.
-
-    - `lin`: the linearisation. Its parameters may be in one array.
-    - `as_tree`: a function that unravels them.
-    - `on_face`: a function that solves the problem of a linearisation on a face of the
-        box with a damping, and returns the step.
-    - `inverse`: a function that inverts the curvature with a damping, if that is cheap.
-    """
-
-    lin: Linearisation
-    as_tree: Callable[[PyTree[Array]], PyTree[Array]]
-    measured: Measured
-    subproblem: AbstractSubproblem
-    on_face: Callable[[Scalar, Linearisation], PyTree[Array]]
-    inverse: Callable[[Scalar], Float[Array, "p p"]] | None
-
-
 @dataclasses.dataclass
 class Trials:
     """The dampings of a rule at one linearisation, tried with one factorisation.
 
+    - `lin`: the linearisation. Its parameters may be in one array.
+    - `as_tree`: a function that unravels them.
+    - `subproblem`: the linearised problem, ready to be solved for any damping.
+    - `on_face`: a function that solves the problem of a linearisation on a face of the
+        box with a damping, and returns the step.
+    - `inverse`: a function that inverts the curvature with a damping, if that is cheap.
     - `evaluate`: a function that returns the outputs at another point.
     - `memory`: the solver's memory, with the `state` of the rule.
     - `acceleration`: whether to add the second-order correction.
@@ -114,15 +102,20 @@ class Trials:
     """
 
     objective: AbstractObjective
-    ready: Ready
+    lin: Linearisation
+    as_tree: Callable[[PyTree[Array]], PyTree[Array]]
+    measured: Measured
+    subproblem: AbstractSubproblem
+    on_face: Callable[[Scalar, Linearisation], PyTree[Array]]
+    inverse: Callable[[Scalar], Float[Array, "p p"]] | None
     evaluate: Evaluate
     rule: AbstractDamping
     memory: Any
     acceleration: bool
 
     def __post_init__(self):
-        lin, subproblem = self.ready.lin, self.ready.subproblem
-        problem = self.ready.measured.in_memory
+        lin, subproblem = self.lin, self.subproblem
+        problem = self.measured.in_memory
         self.dtype = dtype = _tree.dtype((lin.point, lin.outputs))
         self.eps = _tree.eps((lin.point, lin.outputs))
         largest = subproblem.largest_curvature().astype(dtype)
@@ -162,12 +155,11 @@ class Trials:
     @property
     def is_finite(self) -> Bool[Array, ""]:
         """Whether the linearisation is finite. If not, nothing is tried."""
-        norm = self.ready.subproblem.gradient_norm
-        return jnp.isfinite(norm) & jnp.isfinite(self.loss)
+        return jnp.isfinite(self.subproblem.gradient_norm) & jnp.isfinite(self.loss)
 
     def begun(self) -> TrialOutcome:
         """Return the outcome before the first trial."""
-        lin, subproblem = self.ready.lin, self.ready.subproblem
+        lin, subproblem = self.lin, self.subproblem
         zero, nowhere = jnp.zeros((), self.dtype), _tree.zeros_like(lin.point)
         return TrialOutcome(
             damping=zero,
@@ -185,8 +177,7 @@ class Trials:
 
     def proposed(self, last: TrialOutcome) -> Proposal:
         """Return the next step to try."""
-        ready, dtype = self.ready, self.dtype
-        lin, subproblem = ready.lin, ready.subproblem
+        lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
         damping = self.rule.damping(last.state, subproblem, lin.point)
         damping = jnp.asarray(damping, dtype)
         damping = nan_unless(damping >= 0, damping)
@@ -198,9 +189,9 @@ class Trials:
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
         if lin.box is not None:
-            again, inverse = functools.partial(ready.on_face, damping), ready.inverse
+            again, inverse = functools.partial(self.on_face, damping), self.inverse
             inverse = None if inverse is None else functools.partial(inverse, damping)
-            decrease = ready.measured.problem.decrease
+            decrease = self.measured.problem.decrease
             step, predicted = between_bounds(decrease, lin, step, again, inverse)
             predicted = predicted.astype(dtype)
         if self.acceleration:
@@ -233,7 +224,7 @@ class Trials:
         for the whitened second derivative of the outputs along the step. The derivative
         is computed as a difference of outputs. There is no correction if it is not
         finite, as at the edge of the function's domain, or only its rounding."""
-        lin, least = self.ready.lin, self.least_second
+        lin, least = self.lin, self.least_second
         ahead, pushed = self.evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
 
         def second(ahead, here, pushed):
@@ -256,7 +247,7 @@ class Trials:
     ) -> tuple[TrialOutcome, Bool[Array, ""]]:
         """Return the outcome after a trial with these outputs, and whether its step is
         the one to take so far."""
-        lin, rule = self.ready.lin, self.rule
+        lin, rule = self.lin, self.rule
         damping, step, predicted = proposal.damping, proposal.step, proposal.predicted
         fallen, rounding = self.before - self.loss, self.rounding
         attainable, predicted = self.attainable + fallen, predicted + fallen
@@ -318,7 +309,7 @@ def try_dampings(trials: Trials) -> TrialOutcome:
 
     def attempt(last: TrialOutcome) -> TrialOutcome:
         proposal = trials.proposed(last)
-        outputs = trials.evaluate(trials.ready.lin.moved(proposal.step))
+        outputs = trials.evaluate(trials.lin.moved(proposal.step))
         outcome, _ = trials.judged(last, proposal, outputs)
         return outcome
 
