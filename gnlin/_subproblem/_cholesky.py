@@ -112,7 +112,7 @@ class OnOutputs(AbstractByCholesky):
         if problem.rest is not None:
             self.pushed = problem.jacobian.push_forward(problem.rest)
             passes += Passes(jvps=problem.jacobian.a_product().jvps)
-        super().__init__(problem, passes)
+        AbstractMethod.__init__(self, problem, passes)
         self.matrix = matrix.astype(_tree.dtype((matrix, problem.residual)))
         self.factor = factor
 
@@ -168,7 +168,7 @@ class OnParameters(AbstractByCholesky):
     method: ClassVar[str] = "curvature"
 
     def __init__(self, problem: Quadratic, matrix: Float[Array, "p p"], passes: Passes):
-        super().__init__(problem, passes)
+        AbstractMethod.__init__(self, problem, passes)
         self.matrix = matrix.astype(_tree.dtype((matrix, self._gradient)))
         self.factor = None
 

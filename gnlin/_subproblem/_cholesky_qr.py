@@ -72,7 +72,7 @@ class CholeskyQR(AbstractFactorised):
 
     def __init__(self, problem: Quadratic, passes: Passes):
         problem = problem.at_hand()
-        super().__init__(problem, passes)
+        AbstractMethod.__init__(self, problem, passes)
         phi = problem.jacobian.as_matrix()
         phi = phi.astype(_tree.dtype((phi, problem.residual)))
         self.unit = _tree.fixed(_tree.unit(phi))
