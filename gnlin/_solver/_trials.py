@@ -194,6 +194,10 @@ class Trials:
             decrease = self.measured.problem.decrease
             step, predicted = between_bounds(decrease, lin, step, again, inverse)
             predicted = predicted.astype(dtype)
+        part = self.rule.part(last.state)
+        # A damped step, or one that is cut at a bound, is promised a little less.
+        step, predicted = _tree.scale(part, step), part * (2 - part) * predicted
+        length *= part
         if self.acceleration:
             bend = self._bend(held, damping, step)
             gentle = (

@@ -83,6 +83,10 @@ class AbstractDamping(eqx.Module):
     ) -> Scalar:
         r"""Return the next $\lambda$ to try at the point `y`."""
 
+    def part(self, state: PyTree) -> ScalarLike:
+        """Return the part of the step that is tried next."""
+        return 1.0
+
     @abc.abstractmethod
     def after(self, state: PyTree, trial: Trial) -> PyTree:
         """Return the state after a trial."""

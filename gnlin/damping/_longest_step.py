@@ -37,9 +37,9 @@ _ALL, _PART_OF_ALL = 0.99, 0.3
 _MOVE, _LARGEST_MOVE = 3.0, 1e8
 # Multiple of `num_trials` allowed while no step lowers the loss by more than rounding.
 _LONG_WAY = 2
-# The part of its prediction that the undamped step has to keep if a run begins with it.
-# Otherwise the run begins with the first damping.
-_KEPT, _FIRST = 0.75, 1e-3
+# The first damping, after the undamped step has been halved this often in a run. Runs of
+# six reactors from 40 far starts take up to 21 halvings, nine of them in one step.
+_FIRST, _MOST_HALVINGS = 1e-3, 24
 # The longest step, as a multiple of the last one or, if that is longer, as a part of the
 # point. Without a limit NIST's BoxBOD ends on a plateau.
 _GROWTH, _SHORT = 3.0, 1e-3
@@ -75,6 +75,8 @@ class _Edge(Kept):
     boldness: Float[Array, ""]  # factor between the damping and that of a detour
     leaves: Bool[Array, ""]  # whether the next trial is the start of a detour
     is_over: Bool[Array, ""]  # whether the search at this linearisation is
+    part: Float[Array, ""]  # of the undamped step, to try next
+    halvings: Int[Array, ""]  # of the undamped step, in the whole run
 
 
 class LongestStep(AbstractFromFirst):
@@ -105,9 +107,8 @@ class LongestStep(AbstractFromFirst):
     - `ratio`: $\rho$, between 0 and 1.
     - `num_trials`: the most dampings tried at a linearisation, once one is accepted.
     - `initial`: the first $\lambda$, divided by the curvature along the gradient. With 0,
-        which may not be traced, a run first tries the undamped step. It takes this step
-        if the loss falls by three quarters of the prediction, and the step is no longer
-        than the point. Otherwise it begins with 0.001.
+        which may not be traced, a run tries the undamped step, half of it, a quarter and
+        so on, of any length. After 24 halvings in all it goes on with 0.001.
     - `detours`: whether to try detours.
 
     ??? cite "References"
@@ -150,6 +151,8 @@ class LongestStep(AbstractFromFirst):
             boldness=_BOLD * one,
             leaves=no,
             is_over=no,
+            part=one,
+            halvings=none,
         )
 
     def begin(self, state: _Edge, subproblem: AbstractSubproblem) -> Kept:
@@ -160,12 +163,16 @@ class LongestStep(AbstractFromFirst):
             next_length=state.next_length,
             next_damping=state.next_damping,
             boldness=state.boldness,
+            halvings=state.halvings,
         )
         if not is_zero(self.initial):
             return super().begin(another, subproblem)
         begun = dataclasses.replace(self, initial=_FIRST).begin(state, subproblem)
-        damping = jnp.where(state.next_damping < 0, 0, begun.damping)
+        damping = jnp.where(state.halvings < _MOST_HALVINGS, 0, begun.damping)
         return dataclasses.replace(begun, damping=damping, next_damping=begun.damping)
+
+    def part(self, state: _Edge) -> ScalarLike:
+        return state.part if is_zero(self.initial) else 1.0
 
     def _excess(self, state: _Edge, trial: Trial) -> Float[Array, ""]:
         """Return the length of a step over the largest length."""
@@ -176,10 +183,9 @@ class LongestStep(AbstractFromFirst):
     def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
         ratio *= jnp.where(trial.share > _ALL, _PART_OF_ALL, 1)
-        accepted = (trial.ratio >= ratio) & (self._excess(state, trial) <= 1)
-        if is_zero(self.initial):
-            kept = (trial.ratio >= _KEPT) & (trial.length <= trial.size)
-            accepted &= kept | (state.damping > 0)
+        accepted = trial.ratio >= ratio
+        fits = self._excess(state, trial) <= 1
+        accepted &= fits | (state.damping == 0) if is_zero(self.initial) else fits
         if not self.detours:
             return accepted
         worth = 1 - trial.part < (1 - state.gain) ** _WORTH
@@ -238,11 +244,32 @@ class LongestStep(AbstractFromFirst):
             gain=gain,
             is_over=found,
         )
+        if self.detours:
+            searched = self._with_detours(state, trial, searched)
         if is_zero(self.initial):
-            damped = dataclasses.replace(state, damping=state.next_damping)
-            failed = (state.damping == 0) & ~good
-            searched = _tree.where(failed, damped, searched)
-        return self._with_detours(state, trial, searched) if self.detours else searched
+            undamped = _tree.where(good, self._taken(state, trial), self._halved(state))
+            searched = _tree.where(state.damping == 0, undamped, searched)
+        return searched
+
+    def _taken(self, state: _Edge, trial: Trial) -> _Edge:
+        """Return the state after a part of the undamped step that is taken."""
+        return dataclasses.replace(
+            state,
+            next_length=trial.length,
+            next_damping=-jnp.ones_like(state.next_damping),
+            is_over=jnp.array(True),
+        )
+
+    def _halved(self, state: _Edge) -> _Edge:
+        """Return the state after a part of the undamped step that fails."""
+        halvings = state.halvings + 1
+        goes_on = halvings < _MOST_HALVINGS
+        return dataclasses.replace(
+            state,
+            damping=jnp.where(goes_on, 0, state.next_damping),
+            part=jnp.where(goes_on, 0.5 * state.part, 1),
+            halvings=halvings,
+        )
 
     def _with_detours(self, state: _Edge, trial: Trial, searched: _Edge) -> _Edge:
         """Return the state after a trial, `searched` if no detour begins or ends."""
