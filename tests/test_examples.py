@@ -84,6 +84,16 @@ def test_linear_probe():
     assert rows["layer 3"][1] > rows["layer 3"][0] + 5
 
 
+def test_reactors():
+    rows = [line.strip("| ").split(" | ") for line in run("reactors.py").splitlines()[2:]]
+    solved = {(where, name): int(number) for where, name, number, _ in rows}
+    ours = "gnlin.LevenbergMarquardt()"
+    assert solved["near", ours] == 40
+    assert solved["far", ours] >= 36
+    far = sorted(n for (where, _), n in solved.items() if where == "far")
+    assert far[-3] < 30  # of solvers that take no part of the undamped step
+
+
 def test_transfer():
     rows = percentages(run("transfer.py"))
     assert len(rows["4"]) == 4
