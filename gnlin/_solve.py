@@ -26,13 +26,12 @@ from ._training._ending import (
     after_full_batch,
     explains_little,
     group_at_fault,
-    in_words,
     of_linearised_only,
     why_it_failed,
 )
 from ._training._full_batch import run
 from ._training._group_network import GroupNetwork, of_groups
-from ._training._messages import result_name, WELL
+from ._training._messages import in_words, result_name, WELL
 from ._training._model import in_single, make_network, Network
 from ._training._prior import Prior
 from ._training._pulled import only_pulled
@@ -267,7 +266,7 @@ def solve(
         state=network.frozen.with_state(model_state),
         loss=loss_now,
         result=result,
-        reason=reason,
+        _reason=reason,
         history=History(rows),
         stats={**stats, "max_steps": max_steps},
         prior=None if of_prior is None else of_prior.deviation,

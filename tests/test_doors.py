@@ -287,7 +287,7 @@ MODELS = {
             state=None,
             loss=jnp.zeros(()),
             result=optx.RESULTS.successful,
-            reason="",
+            _reason="",
             history=gnlin.History({}),
             stats={},
         ),

@@ -4,6 +4,7 @@ import functools
 import math
 import pickle
 import re
+from contextlib import nullcontext
 
 import equinox as eqx
 import fit_problems
@@ -401,15 +402,36 @@ def test_rows_of_steps_not_made_are_nan_inside_programs():
 
     @eqx.filter_jit
     def run(targets):
-        return gnlin.solve(model, (x, targets), gnlin.GaussNewton(), max_steps=5)
+        found = gnlin.solve(model, (x, targets), gnlin.GaussNewton(), max_steps=5)
+        assert found.reason == ""
+        return found, dict(found.history)
 
-    solution = run(3 * x)
-    assert solution.history.loss.shape == (5,)
-    assert int(solution.stats["num_steps"]) == 2
-    assert np.all(np.isfinite(solution.history.loss[:2]))
-    for name in solution.history:
-        assert np.all(np.isnan(solution.history[name][2:]))
+    solution, rows = run(3 * x)
+    for column in rows.values():
+        np.testing.assert_array_equal(np.isnan(column), np.arange(5) >= 2)
     np.testing.assert_allclose(solution.model.slope, 3.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("start", "steps"), [(0.0, 9), (0.0, 1), (1e308, 9)])
+def test_a_solution_of_a_program_answers_as_one_without(start, steps):
+    data = jnp.asarray([1.0, 2.0]), jnp.asarray([3.0, 6.0])
+
+    def run(slope):
+        return gnlin.solve(Scalar(slope), data, gnlin.GaussNewton(), max_steps=steps)
+
+    fails = pytest.warns(UserWarning, match="not finite") if start else nullcontext()
+    with fails:
+        alone = run(jnp.asarray(start))
+    solution = eqx.filter_jit(run)(jnp.asarray(start))
+    if start == 0.0:
+        assert repr(solution) == repr(alone)
+        assert solution.reason == alone.reason
+    else:
+        assert solution.reason == "step 1: a number is not finite (inf or NaN)"
+    assert repr(solution.history) == repr(alone.history)
+    for name, column in alone.history.items():
+        np.testing.assert_allclose(solution.history[name], column, atol=1e-12)
+        assert solution.history[name].dtype == column.dtype
 
 
 def test_one_compilation_for_all_dampings_models_and_data():

@@ -597,14 +597,9 @@ def test_the_history_through_optimistix_is_that_of_solve(solver):
     assert isinstance(found, gnlin.History)
     assert list(found) == list(expected)
     assert len(found) == len(found.columns)
-    assert found.loss is found["loss"]
-    num_steps = len(expected["loss"])
+    np.testing.assert_array_equal(found.loss, found["loss"])
     for name, column in found.items():
-        np.testing.assert_allclose(
-            column[:num_steps], expected[name], rtol=1e-6, atol=1e-12
-        )
-        assert column.shape == (40,)
-        assert np.isnan(column[num_steps:]).all()
+        np.testing.assert_allclose(column, expected[name], rtol=1e-6, atol=1e-12)
     if not isinstance(solver, gnlin.DampedGaussNewton):
         return
     # Steps beyond the last row are not recorded; each of several runs has its own

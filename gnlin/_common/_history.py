@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
+import jax
 import numpy as np
 
+from ._checks import is_traced
 from ._words import how_many
 
 
@@ -59,12 +61,13 @@ class History(eqx.Module, Mapping[str, Any]):
     | `validation_..._linearised` | the same for the linearised model |
     | others | columns of callbacks, such as [`gnlin.callbacks.Measure`][] |
 
-    Columns are NumPy arrays. Under `jax.jit` and `jax.vmap` they are JAX arrays, and rows
-    of steps that were not made are NaN. Columns of validation and of callbacks are NaN
-    for steps at which nothing was measured. Through `optimistix.least_squares(...,
-    options={"history": number})` the table has this number of rows, and is
-    `solution.stats["history"]`. If iterative linearisation keeps $\theta_s$
-    across batches, `loss` and `gradient_norm` are those of the linearised model.
+    Columns are NumPy arrays. Inside your own compiled program, and of several runs under
+    `jax.vmap`, they are JAX arrays, and rows of steps that were not made are NaN.
+    Columns of validation and of callbacks are NaN for steps at which nothing was
+    measured. Through `optimistix.least_squares(..., options={"history": number})` the
+    table has at most this number of rows, and is `solution.stats["history"]`. If
+    iterative linearisation keeps $\theta_s$ across batches, `loss` and `gradient_norm`
+    are those of the linearised model.
 
     !!! example
 
@@ -79,19 +82,20 @@ class History(eqx.Module, Mapping[str, Any]):
     _arrays: tuple[Any, ...]
 
     def __init__(self, columns: Mapping[str, Any]):
-        known = all(isinstance(x, np.ndarray) for x in columns.values())
-        self._names = tuple(columns)
-        self._arrays = tuple(
-            x.astype(int) if known and name in COUNTS else x
-            for name, x in columns.items()
-        )
+        self._names, self._arrays = tuple(columns), tuple(columns.values())
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(
                 f"The history has no column {name!r}; it has {', '.join(self._names)}."
             )
-        return self._arrays[self._names.index(name)]
+        number, column = (self._arrays[self._names.index(x)] for x in ("step", name))
+        is_array = isinstance(column, np.ndarray | jax.Array)
+        if is_traced((number, column)) or not is_array or number.ndim != 1:
+            return column
+        # A program has rows for all steps that it may make.
+        made = np.asarray(column)[~np.isnan(np.asarray(number))]
+        return made.astype(int) if name in COUNTS else made
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -245,10 +245,8 @@ def _as_curve_fit(
 ) -> CurveFit:
     """Build the result from the end of a run and the public fields, which were `found`.
     This function warns the caller of `curve_fit` if something is wrong with the fit."""
-    steps, history = found["num_steps"], found["history"]
-    if history is not None and not is_traced((steps, history)):
-        columns = {name: np.asarray(x)[: int(steps)] for name, x in history.items()}
-        found |= {"history": History(columns)}
+    if found["history"] is not None:
+        found |= {"history": History(found["history"])}
     if setting.many or is_traced(end.loss):
         failed = end.is_empty
         if is_traced(end.loss):  # No warning can be given, so a failed fit returns NaN.

@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from .._common import _tree
 from .._common._quickly import quickly
 from .._common._words import how_many
-from .._training._ending import in_words
-from .._training._messages import result_name, why_it_ended
+from .._training._messages import in_words, result_name, why_it_ended
 from ..losses import BinomialNLL
 from ._advice import (
     bounded,

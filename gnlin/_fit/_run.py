@@ -12,8 +12,8 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import join, split
 from .._common._history import COLUMNS, columns_of, History
 from .._common._identity import as_numpy
-from .._training._ending import after_batches, in_words, nothing_counts, why_it_failed
-from .._training._messages import result_name, WELL
+from .._training._ending import after_batches, nothing_counts, why_it_failed
+from .._training._messages import in_words, result_name, WELL
 from .._training._model import Frozen
 from .._training._solution import on_host, Solution
 from .._training._step import Carry, StepSettings
@@ -345,7 +345,7 @@ class Run(AbstractRun):
             state=self._frozen.with_state(state),
             loss=on_host(loss) if has_loss else None,
             result=self.result,
-            reason=self._reason or in_words(result_name(self.result), self.step),
+            _reason=self._reason,
             history=self.history,
             stats={"num_steps": self.step, "num_epochs": self.epoch, **counts},
             linearisation_point=self.linearisation_point,

@@ -61,25 +61,6 @@ _NO_GRADIENT = (
 )
 
 
-def in_words(result: str, num_steps: int, why: str = "", *, higher: bool = False) -> str:
-    """Return `Solution.reason`.
-
-    - `why`: explains a failure.
-    - `higher`: whether the linearised model alone has converged, and the loss of the
-        model is higher than at the start.
-    """
-    if result == "successful" and higher:
-        return (
-            f"step {num_steps}: the linearised model has converged, but the loss of the "
-            "model is higher than at the start"
-        )
-    if result == "nonlinear_max_steps_reached":
-        all_of = "the only step was" if num_steps == 1 else f"all {num_steps} steps were"
-        return f"{all_of} made"
-    ended = "converged" if result == "successful" else why.split(";")[0]
-    return f"step {num_steps}: {ended}"
-
-
 def why_it_failed(setting: StepSettings, carry: Carry, num_steps: int) -> str:
     """Return the reason of a failure in words."""
     state = carry.solver_state

@@ -34,6 +34,25 @@ def result_name(result: optx.RESULTS) -> str:
     return "failed"
 
 
+def in_words(result: str, num_steps: int, why: str = "", *, higher: bool = False) -> str:
+    """Return `Solution.reason`.
+
+    - `why`: explains a failure.
+    - `higher`: whether the linearised model alone has converged, and the loss of the
+        model is higher than at the start.
+    """
+    if result == "successful" and higher:
+        return (
+            f"step {num_steps}: the linearised model has converged, but the loss of the "
+            "model is higher than at the start"
+        )
+    if result == "nonlinear_max_steps_reached":
+        all_of = "the only step was" if num_steps == 1 else f"all {num_steps} steps were"
+        return f"{all_of} made"
+    ended = "converged" if result == "successful" else why.split(";")[0]
+    return f"step {num_steps}: {ended}"
+
+
 def is_endless(period: Any) -> bool:
     """Whether each linearised model is trained to convergence."""
     return not callable(period) and math.isinf(period)

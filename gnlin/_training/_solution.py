@@ -9,8 +9,9 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import PyTree
 
+from .._common._checks import is_traced
 from .._common._history import History
-from ._messages import result_name
+from ._messages import in_words, result_name, why_it_ended
 
 
 Model = TypeVar("Model")
@@ -33,7 +34,8 @@ class Solution(eqx.Module, Generic[Model]):
         interrupted; `stagnation` if no step reduced the loss any further, although
         the linearised problem promises a decrease; `nonfinite` or
         `nonlinear_divergence` if it failed.
-    - `reason`: the result in words; empty under `jax.jit` and `jax.vmap`.
+    - `reason`: the result in words; empty inside your own compiled program, and if the
+        solution holds several runs.
     - `history`: a [`gnlin.History`][].
     - `stats`: `num_steps`, `num_feature_updates`, `num_inner_steps`, `num_jvps` and
         `num_vjps` (tangent and transposed passes of the whole batch through the model),
@@ -49,7 +51,7 @@ class Solution(eqx.Module, Generic[Model]):
     state: PyTree
     loss: Any
     result: optx.RESULTS
-    reason: str = eqx.field(static=True)  # no leaf, so that `jax.jit` can return it
+    _reason: str = eqx.field(static=True)  # as the run ended; "" in a program
     history: History
     stats: dict[str, Any]
     linearisation_point: Model | None = None
@@ -57,6 +59,15 @@ class Solution(eqx.Module, Generic[Model]):
     # Which leaves were trained, and whether the model is a pair `(fn, parameters)`
     _trained: tuple[tuple[bool, ...], bool] | None = eqx.field(static=True, default=None)
     _has_retraction: bool = eqx.field(static=True, default=False)
+
+    @property
+    def reason(self) -> str:
+        """Why the run ended, in words."""
+        number = self.stats["num_steps"]
+        if self._reason or is_traced((number, self.result)) or np.ndim(number):
+            return self._reason
+        why, *_ = why_it_ended(self.result).split(":")
+        return in_words(result_name(self.result), int(number), why)
 
     def __repr__(self) -> str:
         name, history = type(self.model).__name__, self.history
