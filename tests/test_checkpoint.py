@@ -415,8 +415,9 @@ def test_a_checkpoint_of_an_older_gnlin_is_not_overlooked(tmp_path):
     old.write_bytes(b"gnlin checkpoint 2\n")
     assert latest(tmp_path) == old
     assert refusal(old) == (
-        f"{old} was written by an older gnlin, and this one cannot read it; delete it to "
-        "go on from step-000000000001.npz."
+        f"{old} was written by an older gnlin, and this one cannot read it; the latest "
+        "that can be read is step-000000000001.npz: delete all after it to go on from "
+        "there."
     )
 
 
@@ -436,8 +437,8 @@ def test_unreadable_files(tmp_path):
     folder = tmp_path / "step-000000000002.npz"
     folder.mkdir()
     assert refusal(folder) == (
-        f"{folder} cannot be read: Is a directory; delete it to go on from "
-        "step-000000000001.npz."
+        f"{folder} cannot be read: Is a directory; the latest that can be read is "
+        "step-000000000001.npz: delete all after it to go on from there."
     )
     missing = tmp_path / "step-000000000003.npz"
     assert refusal(missing) == f"{missing} cannot be read: No such file or directory."
@@ -445,12 +446,22 @@ def test_unreadable_files(tmp_path):
     assert refusal(below) == f"{below} cannot be read: Not a directory."
 
 
-def test_the_previous_checkpoint_is_named(tmp_path):
+def test_the_latest_that_can_be_read_is_named(tmp_path):
     paths = saved(tmp_path, 1, 20, 100, 300)
-    for path in paths[::2]:
+    for path in paths[2:]:
+        path.write_bytes(b"damaged")
+    for path in paths[2:]:
+        assert refusal(path).endswith(
+            "; the latest that can be read is step-000000000020.npz: delete all after it "
+            "to go on from there."
+        )
+    for path in paths[:2]:
         path.write_bytes(b"damaged")
     assert refusal(paths[0]).endswith(ANEW)
-    assert refusal(paths[2]).endswith("; delete it to go on from step-000000000020.npz.")
+    assert refusal(paths[3]).endswith(
+        "; no earlier one can be read either: delete all of them to start over, or pass "
+        "another folder."
+    )
     assert len(list(tmp_path.iterdir())) == 4
     elsewhere = tmp_path / "mine.npz"
     elsewhere.write_bytes(b"damaged")

@@ -153,6 +153,13 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict]:
     return arrays, meta
 
 
+def _can_be_read(path: Path) -> bool:
+    with suppress(Fault):
+        load(path)
+        return True
+    return False
+
+
 def refusal(path: Path, fault: Fault) -> CheckpointError:
     """Return the error for a file, which says what to do."""
     files, way_out = [], ""
@@ -162,7 +169,15 @@ def refusal(path: Path, fault: Fault) -> CheckpointError:
         earlier = files[: files.index(path)]
         way_out = "; delete it to start over, or pass another folder"
         if earlier:
-            way_out = f"; delete it to go on from {earlier[-1].name}"
+            way_out = (
+                "; no earlier one can be read either: delete all of them to start over, "
+                "or pass another folder"
+            )
+        if (sound := next(filter(_can_be_read, reversed(earlier)), None)) is not None:
+            way_out = (
+                f"; the latest that can be read is {sound.name}: delete all after it to "
+                "go on from there"
+            )
     return CheckpointError(f"{path} {fault}{way_out}.")
 
 
