@@ -185,7 +185,8 @@ PAIRS = {
     "initial values": [
         lambda: initial(0.0),
         lambda: initial(1e-12),
-        "its model.layers[0].weight is float64[3, 3] of checksum ",
+        "its model.layers[0].weight has the same shape, but other numbers, as with "
+        "another seed;",
     ],
     "initial state": [lambda: state(0.0), lambda: state(0.5), "its state"],
     "frozen values": [
@@ -261,22 +262,22 @@ PAIRS = {
     "key": [
         lambda: {"key": jax.random.key(0)},
         lambda: {"key": jax.random.key(1)},
-        "its key is [",
+        "its key is another one;",
     ],
     "data": [
         lambda: {"data": (X, T)},
         lambda: {"data": (X, T + 1e-9)},
-        "its data set is arrays of checksum ",
+        "its data set has the same shape, but other numbers;",
     ],
     "dtype of the data": [
         lambda: {"data": (X, T)},
         lambda: {"data": (X, T.astype(jnp.float32))},
-        "its data set is arrays of checksum ",
+        "its data set has the same shape, but other numbers;",
     ],
     "list of batches": [
         lambda: {"data": BATCHES},
         lambda: {"data": [*BATCHES[:2], (X[8:], T[8:] + 1e-9)]},
-        "its data set is batches of checksum ",
+        "its data set has the same shape, but other numbers;",
     ],
 }
 

@@ -485,14 +485,18 @@ OTHERS = {
         {"batch_size": None, "solver": DAMPED},
         "its solver is IterativeLinearisation, and here it is DampedGaussNewton",
     ),
-    "key": ({"key": jax.random.key(1)}, "its key is"),
+    "key": ({"key": jax.random.key(1)}, "its key is another one;"),
     "loss": (
         {"loss": gnlin.losses.Huber(1.0)},
         "its loss is SquaredError, and here it is Huber",
     ),
     "width": (
         {"model": network(width=5)},
-        "its model.layers[0].weight is float64[3, 3] of checksum",
+        "its model.layers[0].weight is float64[3, 3], and here it is float64[5, 3];",
+    ),
+    "an optimiser itself": (
+        {"solver": ADAM},
+        "its solver is IterativeLinearisation, and here it is an optimiser of optax;",
     ),
     "optimiser": (
         {"solver": gnlin.IterativeLinearisation(3, optimiser=ADAM)},
@@ -500,9 +504,12 @@ OTHERS = {
     ),
     "examples": (
         {"data": (X[:8], T[:8])},
-        " with shapes ((12, 3), (12, 2), None), and here it is arrays of checksum ",
+        "its data set is arrays with shapes ((12, 3), (12, 2), None), and here it is ",
     ),
-    "other examples": ({"data": (X, T + 1)}, "its data set is arrays of checksum "),
+    "other examples": (
+        {"data": (X, T + 1)},
+        "its data set has the same shape, but other numbers;",
+    ),
     "hyperparameter": (
         {"solver": gnlin.IterativeLinearisation(3, 0.07)},
         "its solver's learning_rate is 0.05, and here it is 0.07",

@@ -1,5 +1,6 @@
 """Saving and resuming a run."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from .._common._identity import checksum, described, described_by_field, describ
 from .._common._lock import locked
 from .._common._sharding import Places
 from .._common._warn import warn
+from .._solver import IterativeLinearisation
 from .._training._step import StepSettings
 from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError, Fault
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 # The settings that must be the same in a resumed run. The others only name what differs.
 _DECISIVE = frozenset({"data", "columns", "step", "initial values"})
+_CHECKSUM = re.compile(" of checksum [0-9a-f]{8}")
 
 
 def described_run(
@@ -50,9 +53,13 @@ def described_run(
     program = Compiled(step, (setting,), *inputs).program(*inputs)
     others = "prior", "key", "augment", "batch_size", "curvature_batch_size", "divergence"
     shapes = jax.tree.map(np.shape, stream.example)
+    of_solver = described_by_field("solver", solver)
+    is_iterative = isinstance(solver, IterativeLinearisation)
+    if is_iterative and not solver.restart and solver.period == 1:
+        of_solver["solver"] = "an optimiser of optax"
     return {
         "data": f"{stream.identity()} with shapes {shapes}",
-        **described_by_field("solver", setting.solver),
+        **of_solver,
         **described_by_field("loss", setting.loss),
         **{name: described(getattr(setting, name)) for name in others},
         "columns": ", ".join(columns),
@@ -152,7 +159,14 @@ class Saver:
             return
         name = differing[0]
         called = "data set" if name == "data" else name
-        what = f"its {called} is {there.get(name)}, and here it is {here.get(name)}"
+        old, new = (_CHECKSUM.sub("", str(x.get(name))) for x in (there, here))
+        what = f"its {called} is {old}, and here it is {new}"
+        if name == "key":
+            what = "its key is another one"
+        elif old == new:
+            what = f"its {called} has the same shape, but other numbers"
+            if name != "data":
+                what += ", as with another seed"
         if name == "columns":
             old, new = (x.get(name, "").split(", ") for x in (there, here))
             more = ", ".join(column for column in old if column not in new)
@@ -165,8 +179,9 @@ class Saver:
             what = what or "the columns of its history are in another order"
         if name == "step":
             what = (
-                "its steps compute something else, as with another learning rate of an "
-                "optimiser, other code of the model, or another version of gnlin or JAX"
+                "its steps compute something else, as with another optimiser of optax, "
+                "another learning rate of one, other code of the model, or another "
+                "version of gnlin or JAX"
             )
         raise CheckpointError(
             f"{path} belongs to another run: {what}; pass the arguments of that run, or "
