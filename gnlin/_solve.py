@@ -73,7 +73,9 @@ def solve(
     r"""Train a model on a full batch.
 
     The whole run is one compiled program, and works under `jax.jit` and `jax.vmap`, both
-    over a solver's hyperparameters and over models. The result of a few steps has
+    over a solver's hyperparameters and over models. JAX's functions return arrays only:
+    `equinox.filter_jit` and `equinox.filter_vmap` also return a whole solution, which
+    holds the functions of the model. The result of a few steps has
     derivatives with respect to hyperparameters, data and models in forward mode
     (`jax.jvp`, `jax.jacfwd`). Reverse mode is an error, because the number of steps is
     not known in advance. The derivative is that of the path that the steps take, which
