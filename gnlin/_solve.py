@@ -17,6 +17,7 @@ from ._common._progress import Bar
 from ._common._sharding import automatic, choosing, mesh_of, on_mesh, places
 from ._linearisation._bounds import check_start
 from ._linearisation._group_loss import GroupLosses
+from ._linearisation._recognised import check_not_one
 from ._linearisation._retraction import check_still, flaw_of
 from ._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ._training._curvature import without_curvature
@@ -186,6 +187,9 @@ def solve(
         parameters, network, batch, losses = of_groups(
             model, groups, filter_spec, part_size=part_size
         )
+        if losses.is_quadratic and all(g.data is None for g in groups.values()):
+            outputs = eqx.filter_eval_shape(network.function(), parameters, batch[0])
+            check_not_one(outputs, parameters)
     check_start(solver.bounds, parameters)
     parameters = solver.admissible(parameters)
     check_still(solver.retraction, parameters)

@@ -213,11 +213,21 @@ def test_a_loss_in_place_of_residuals():
             end = run(loss, gnlin.LevenbergMarquardt(), jnp.zeros(2)).value
         assert caught[0].filename == __file__
         np.testing.assert_allclose(loss(end, None), 0, atol=1e-6)
+    group = gnlin.Residuals(loss)
+    for run in (
+        lambda: optx.least_squares(group, gnlin.LevenbergMarquardt(), jnp.zeros(2)),
+        lambda: gnlin.solve(jnp.zeros(2), group),
+        lambda: gnlin.curve_fit(loss, None, 0.0, jnp.zeros(2)),
+    ):
+        with pytest.warns(UserWarning, match="one number|not determine") as caught:
+            run()
+        assert "returns one number" in str(caught[0].message)
+        assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         solver, two = gnlin.LevenbergMarquardt(), jnp.zeros(2)
         optx.root_find(lambda y, _: y**2 - 2, solver, jnp.array(1.0))
-        optx.least_squares(gnlin.Residuals(lambda y, _: jnp.sum(y - 1)), solver, two)
+        gnlin.solve(two, gnlin.Residuals(lambda y, _: jnp.sum(y - 1)[None]))
         optx.least_squares(lambda y, _: jnp.sum(y - 1)[None], solver, two)
 
 

@@ -21,6 +21,7 @@ from .._common._checks import (
     is_traced,
 )
 from .._linearisation._bounds import check_start
+from .._linearisation._recognised import check_not_one
 from .._linearisation._retraction import check_still, Retraction
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from .._solver._termination import STANDS_STILL
@@ -201,6 +202,8 @@ def curve_fit(
     warn_of_rounding(x=x, y=y)
     x, sigma_x = errors_of_x(as_x(x), sigma_x, sigma)
     values = as_y(curve, free, x, y)
+    if loss.is_quadratic and [v.shape for v in jax.tree.leaves(values.tree)] == [()]:
+        check_not_one(values.tree, free)
     each_start = unstacked(free) if values.has_starts else [free]
     first = each_start[0]
     x, values = with_x(curve, first, x, values, nan_policy)

@@ -235,15 +235,25 @@ def _is_equation(fn: Callable, y: PyTree[Array], args: Any) -> bool:
 
 
 def check_number(fn: Callable, y: PyTree[Array], args: Any, outputs: PyTree) -> None:
-    """Warn if a plain function of several parameters returns one number, which is rarely
-    a residual, and mostly a loss. `optimistix.root_find` says that it is a residual."""
-    leaves = jax.tree.leaves(outputs)
-    is_number = len(leaves) == 1 and leaves[0].shape == ()
-    if not is_number or _tree.size(y) == 1 or _is_equation(fn, y, args):
+    """Warn if a function of several parameters returns one number, which is rarely a
+    residual, and mostly a loss. `optimistix.root_find` says that it is a residual."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(outputs)]
+    if shapes not in ([()], [(1,)]) or _is_equation(fn, y, args):
         return
-    if recognised(fn, y, args) is None:
+    posed = recognised(fn, y, args)
+    if shapes == [()] if posed is None else posed[2].is_quadratic:
+        check_not_one(outputs, y)
+
+
+def check_not_one(outputs: PyTree, y: PyTree[Array]) -> None:
+    """Warn if the outputs are one number, or one example with one, and the parameters are
+    several."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(outputs)]
+    if shapes in ([()], [(1,)]) and _tree.size(y) > 1:
         warn(
             "The function returns one number, and the solver minimises its square, so "
             "the run looks for a zero. If it is a loss to be minimised, return the "
-            "residuals, or use an optimiser such as `optimistix.BFGS`."
+            "residuals, or use an optimiser such as `optimistix.BFGS`. If it is one "
+            "equation in several unknowns, return an array of one number, which is "
+            "solved without this warning."
         )
