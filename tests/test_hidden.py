@@ -196,6 +196,29 @@ def test_a_derivative_of_zero_at_one_point_is_no_missing_one(name, dtype):
     assert (lowest >= loss(0.0) - 1e-12) == is_minimum
 
 
+def test_a_saddle_without_any_derivative_is_no_minimum():
+    """The product of two zeros, and a square whose loss is lower beside its start. A
+    square at its minimum has converged."""
+    product = lambda p, x: p["a"] * p["b"] * x
+    start = {"a": 0.0, "b": 0.0}
+    with pytest.warns(UserWarning, match="made no step, because the grad") as warned:
+        fit = gnlin.curve_fit(product, X, RISING, start)
+    assert len(warned) == 1
+    assert fit.result == optx.RESULTS.stagnation
+    with pytest.warns(
+        UserWarning, match="`gnlin.solve` made no step: the grad"
+    ):
+        gnlin.solve(start, gnlin.Residuals(lambda p, _: product(p, X) - RISING))
+    square = lambda p, x: p["b"] ** 2 * x
+    for y, words, has_converged in (
+        (RISING, "lower beside it: start it elsewhere", False),
+        (FALLING - 2, "zero at the minimum, though not beside it", True),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            fit = gnlin.curve_fit(square, X, y, {"b": 0.0})
+        assert fit.converged == has_converged
+
+
 @pytest.mark.slow
 def test_a_function_that_raises_at_distant_parameters():
     """Small moves tell what they can."""

@@ -257,7 +257,8 @@ def _as_curve_fit(
         free = jax.tree.map(lambda p: unless(failed, p, jnp.nan), end.parameters)
         found |= {"parameters": eqx.combine(free, found["parameters"])}
     unseen = hidden(setting, data, start, end)
-    if unseen.missing.any() and result_name(found["result"]) == "successful":
+    is_lost = unseen.stuck or unseen.missing.any()
+    if is_lost and result_name(found["result"]) == "successful":
         found |= {"result": STANDS_STILL}
     known = {"_curve": curve, "_start": start, "_setting": setting, "_data": data}
     fit = CurveFit(**found, **known, _end=end, _hidden=unseen)

@@ -24,7 +24,7 @@ from ._advice import (
     starts_at_best,
 )
 from ._curve import Data
-from ._hidden import of_vanishing_derivative, of_zero_derivative
+from ._hidden import of_no_step, of_vanishing_derivative, of_zero_derivative
 from ._not_finite import of_extreme_squares, what_is_not_finite
 from ._own_values import of_own_values
 from ._points import place_of, total
@@ -63,7 +63,7 @@ def reason(fit: "CurveFit") -> str:
 def _failure(fit: "CurveFit") -> str:
     """Return why the fit of one data set has not converged, or an empty string."""
     name, steps = result_name(fit.result), int(fit.num_steps)
-    if failure := of_extreme_squares(fit) or of_zero_derivative(fit):
+    if failure := (of_extreme_squares(fit) or of_zero_derivative(fit) or of_no_step(fit)):
         return failure
     if name == "successful" and not int(fit._end.nonfinite.point) >= 0:
         return ""

@@ -12,6 +12,7 @@ from .._common._checks import is_traced
 from .._common._tree import ravel_pytree, Structure
 from .._common._words import how_many
 from .._linearisation._linearisation import linearise
+from .._training._messages import NO_GRADIENT
 from ._advice import either, elsewhere
 from ._curve import Data
 from ._problem import FitSettings, flat_box, Posed
@@ -42,11 +43,14 @@ class Hidden(NamedTuple):
     - `missing`: whether it is zero at other values too although the curve differs there.
     - `vanishing`: whether it is not zero beside the end, as of `b**2` at 0.
     - `falling`: whether, in addition, the loss is lower there.
+    - `stuck`: whether the fit is still at its start, the derivative by each parameter is
+        zero there, and it is not known to be a minimum.
     """
 
     missing: Bool[np.ndarray, " k"]
     vanishing: Bool[np.ndarray, " k"]
     falling: Bool[np.ndarray, " k"]
+    stuck: bool = False
 
 
 def hidden(
@@ -58,7 +62,7 @@ def hidden(
     The curve is evaluated only if a column of the Jacobian seems to be zero, and after
     the compiled fit, whose program does not grow."""
     flags = end.covariance.determined
-    none = Hidden(*(np.zeros(flags.shape, bool) for _ in Hidden._fields))
+    none = Hidden(*(np.zeros(flags.shape, bool) for _ in range(3)))
     # Steps of a retraction are not differences of parameters.
     is_refused = setting.many or setting.solver.retraction is not None
     if data is None or is_refused or is_traced((end, data, setting)):
@@ -77,12 +81,15 @@ def hidden(
     for number in (len(_MOVES), _NUM_SMALL):
         try:
             seen = _seen_along(setting, data, end.parameters, jnp.asarray(steps), number)
-            seen = [np.asarray(flags) for flags in seen]
+            *seen, are_zero = [np.asarray(flags) for flags in seen]
         except eqx.EquinoxRuntimeError:  # `f` may raise errors at other parameters.
             continue
-        for flags, of_asked in zip(none, seen, strict=True):
+        for flags, of_asked in zip(none[:3], seen, strict=True):
             flags[asked] = of_asked
-        break
+        is_at_start = np.array_equal(best, first) and bool(end.loss != 0)
+        is_minimum = none.vanishing.any() and not none.falling.any()
+        all_are_zero = found.all() and are_zero.all()
+        return none._replace(stuck=is_at_start and all_are_zero and not is_minimum)
     return none
 
 
@@ -157,7 +164,7 @@ def _seen_along(
         differs, has_slope, _ = jnp.any(s.flags, axis=0)
         _, is_beside, falls = jnp.any(s.flags[: _NUM_SMALL + 1], axis=0)
         vanishing = is_beside & ~s.flags[0, 1]
-        return differs & ~has_slope, vanishing, vanishing & falls
+        return differs & ~has_slope, vanishing, vanishing & falls, ~s.flags[0, 1]
 
     return jax.lax.map(of_one, steps)
 
@@ -173,6 +180,13 @@ def of_zero_derivative(fit: "CurveFit") -> str:
         "take roots by `optimistix.root_find` or `jax.lax.custom_root`, which "
         "differentiate them implicitly, and replace jumps by smooth functions"
     )
+
+
+def of_no_step(fit: "CurveFit") -> str:
+    """Return a sentence if the fit has no derivative at all at its start, or ""."""
+    if not fit._hidden.stuck:
+        return ""
+    return of_vanishing_derivative(fit) or f"it made no step, because {NO_GRADIENT}"
 
 
 def of_vanishing_derivative(fit: "CurveFit") -> str:

@@ -23,6 +23,7 @@ from ._messages import (
     is_endless,
     LAST_FINITE,
     LEFT_OUT,
+    NO_GRADIENT,
     result_name,
     shorter_steps,
     why_it_ended,
@@ -55,9 +56,9 @@ _NO_BRANCH = (
     "that of `sqrt` at 0: give that branch a safe argument, by a second `jnp.where`. If "
     "the derivative is very large, take other units of the parameters."
 )
-_NO_GRADIENT = (
-    "the gradient is exactly zero. Do the outputs depend on the parameters that are "
-    "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
+_TRAINED = (
+    "that are trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a "
+    "ReLU)"
 )
 
 
@@ -154,7 +155,7 @@ def after_full_batch(
     """
     losses = rows["loss"]
     if _has_not_moved(rows):
-        return f"`gnlin.solve` made no step: {_NO_GRADIENT}"
+        return f"`gnlin.solve` made no step: {NO_GRADIENT} {_TRAINED}."
     if uncounted := nothing_counts("solve", setting, data, rows):
         return uncounted
     num_steps = len(losses)
@@ -223,7 +224,7 @@ def after_batches(
         rows = {name: rows[name][known] for name in ("loss", *_JUDGED)}
     losses = rows["loss"]
     if _has_not_moved(rows):
-        return f"`gnlin.fit` made no step: {_NO_GRADIENT}"
+        return f"`gnlin.fit` made no step: {NO_GRADIENT} {_TRAINED}."
     if not made_all or len(losses) < _LOOKED_BACK:
         return ""
     if np.any(losses) and not np.any(rows["step_norm"]):

@@ -14,6 +14,10 @@ LEFT_OUT = (
     "If the derivative leaves something out (`jax.lax.stop_gradient`, a derivative of "
     "your own), the loss does not follow it"
 )
+NO_GRADIENT = (
+    "the gradient is exactly zero, as where both factors of a product are zero: start "
+    "elsewhere, unless the outputs do not depend on the parameters"
+)
 RESULT_NAMES = (
     "successful",
     "nonlinear_max_steps_reached",
