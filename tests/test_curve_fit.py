@@ -117,7 +117,12 @@ def test_a_parameter_at_a_bound_and_a_fixed_one():
     np.testing.assert_allclose(fit.multipliers["rate"], slope, rtol=1e-5)
     report = str(fit)
     assert "at its upper bound, multiplier" in report
+    assert "2 free parameters, 1 of them at a bound" in report
     assert "fixed" in report
+    # Both are fitted parameters, although one has come to its bound.
+    misfit = 50 * np.log(49 * variance / 50)
+    expected = [misfit + 4, misfit + 2 * np.log(50)]
+    np.testing.assert_allclose([fit.aic, fit.bic], expected, rtol=1e-8)
     # The parameter at its bound has no covariance with others.
     expected = [[float(fit.standard_errors["a"]) ** 2, 0], [0, 0]]
     np.testing.assert_allclose(fit.covariance_matrix, expected, rtol=1e-8, atol=0)

@@ -27,6 +27,8 @@ _ELSEWHERE = "`fit.parameters` and `fit.standard_errors`"
 def report(fit: "CurveFit") -> str:
     """Return a summary, with a table of the parameters."""
     number = how_many(len(fit.names), "free parameter")
+    if num_held := np.count_nonzero(fit._end.at_bound):
+        number += f", {num_held} of them at a bound"
     sizes = [np.size(leaf) for leaf in jax.tree.leaves(fit.parameters)]
     lines = [
         f"{fit.reason}: {_how_many(fit)}, {number}",

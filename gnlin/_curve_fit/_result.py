@@ -51,7 +51,8 @@ class CurveFit(eqx.Module):
         of 0 is infinite, and is returned without the infinite term.
     - `degrees_of_freedom`: the number of real numbers in y minus the rank of the
         Jacobian, which is the number of free parameters that are determined and not at a
-        bound. A complex number counts as two.
+        bound, since the errors are for given values of those at a bound. A complex number
+        counts as two.
     - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. A complex number
         becomes its real and then its imaginary part. With a likelihood, Pearson's: the
         loss's negative slope over the root of its curvature.
@@ -62,12 +63,13 @@ class CurveFit(eqx.Module):
         if `sigma` is absolute.
     - `at_bound`: -1 for parameters held at their lower bound, 1 at their upper, else 0.
     - `multipliers`: the derivative of the objective by parameters at a bound, else 0.
-    - `aic`, `bic`: Akaike's and the Bayesian information criterion. For gnlin's losses of
-        counts and successes they are those of the whole likelihood, so that fits with
-        different losses can be compared. For other losses they leave out a constant of
-        the data and the loss: they come from $n\log(\chi^2/n)$, or $\chi^2$ if `sigma`
-        is absolute, or twice the loss. They are NaN for a robust loss without `sigma`,
-        whose scale differs between models.
+    - `aic`, `bic`: Akaike's and the Bayesian information criterion, which count
+        parameters at a bound, too. For gnlin's losses of counts and successes they are
+        those of the whole likelihood, so that fits with different losses can be compared.
+        For other losses they leave out a constant of the data and the loss: they come
+        from $n\log(\chi^2/n)$, or $\chi^2$ if `sigma` is absolute, or twice the loss.
+        They are NaN for a robust loss without `sigma`, whose scale differs between
+        models.
     - `losses`: the losses of all `starts`, in ascending order.
     - `result`, `reason`, `history`, `num_steps`: as in [`gnlin.Solution`][]. With several
         data sets or starts there is no history, because recording it would take longer

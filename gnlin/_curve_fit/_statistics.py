@@ -122,6 +122,8 @@ def as_fitted(
         known = known.moved_by(tangents)
     num_free = known.rank.astype(number.dtype)
     dof = number - num_free
+    # A parameter at a bound was fitted, too, unless its bounds are equal.
+    num_fitted = num_free + jnp.sum(held & (box.lower < box.upper), dtype=dof.dtype)
     variance = bend = noise = jnp.ones_like(number)
     misfit = 2 * (loss - totals.saturated)  # -2 log(likelihood)
     if isinstance(setting.loss, SquaredError):
@@ -172,8 +174,8 @@ def as_fitted(
         "scale": jnp.ones_like(noise) if setting.absolute_sigma else end.noise,
         "at_bound": jax.tree.map(lambda x: x.astype(int), in_structure(end.at_bound)),
         "multipliers": in_structure(end.multipliers),
-        "aic": misfit + 2 * num_free,
-        "bic": misfit + jnp.log(number) * num_free,
+        "aic": misfit + 2 * num_fitted,
+        "bic": misfit + jnp.log(number) * num_fitted,
     }
 
 
