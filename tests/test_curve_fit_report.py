@@ -299,3 +299,26 @@ def test_directions_apart_span_the_null_space():
     np.testing.assert_allclose((slopes / norms) @ (found * norms).T, 0, atol=1e-12)
     assert np.linalg.matrix_rank(found * norms) == 5
     assert (np.sum(found != 0, axis=1) <= 4).all()  # a pivot and the other three
+
+
+def test_the_probability_of_chi_squared():
+    """By SciPy's distribution; of several data sets, and without a known `sigma`."""
+    x, line = np.linspace(0, 1, 30), lambda p, x: p["a"] + p["b"] * x
+    ys = 1 + x + 0.1 * np.random.default_rng(0).normal(size=(2, 30))
+    known = {"sigma": 0.09, "absolute_sigma": True}
+    start = {"a": 0.0, "b": 0.0}
+    expected = scipy.stats.chi2.sf(
+        [np.sum((y - np.polyval(np.polyfit(x, y, 1), x)) ** 2) / 0.09**2 for y in ys], 28
+    )
+    fit = gnlin.curve_fit(line, x, ys[0], start, **known)
+    np.testing.assert_allclose(fit.chi_squared_test(), expected[0], rtol=1e-6)
+    assert f"chi-squared test: p = {expected[0]:.2g}\n" in str(fit)
+    fits = gnlin.curve_fit(line, x, ys, start, **known)
+    np.testing.assert_allclose(fits.chi_squared_test(), expected, rtol=1e-6)
+    exact = gnlin.curve_fit(line, x[:2], ys[0, :2], start, **known)
+    assert np.isnan(exact.chi_squared_test())
+    assert "test" not in str(exact)
+    estimated = gnlin.curve_fit(line, x, ys[0], start, sigma=0.09)
+    assert "test" not in str(estimated)
+    with pytest.raises(ValueError, match="pass `sigma` and `absolute_sigma=True`"):
+        estimated.chi_squared_test()

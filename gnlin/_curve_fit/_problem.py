@@ -74,6 +74,11 @@ class FitSettings(NamedTuple):
         robust loss it depends on their distribution, even if sigma is absolute."""
         return not self.absolute_sigma or self.is_robust
 
+    @property
+    def knows_noise(self) -> bool:
+        """Whether the squared residuals are in units of a known noise."""
+        return self.likelihood is None and not self.is_estimated
+
 
 def flat_box(bounds: Any, y: PyTree[Array]) -> Box:
     """Return the bounds of the flattened parameters, which are infinite where there are

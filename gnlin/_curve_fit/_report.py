@@ -89,6 +89,8 @@ def _how_well(fit: "CurveFit") -> list[str]:
         return lines
     reduced = float(fit.reduced_chi_squared)
     lines = [f"chi-squared {chi_squared:.6g}, reduced {reduced:.4g} {dof}{criteria}"]
+    if fit._setting.knows_noise and number > 0:
+        lines.append(f"chi-squared test: p = {fit.chi_squared_test():.2g}")
     if fit._setting.is_robust:
         lines.append("standard errors by Huber's sandwich estimator from the residuals")
     return lines

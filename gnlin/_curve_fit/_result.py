@@ -8,6 +8,7 @@ import numpy as np
 import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
+from scipy.special import chdtrc
 
 from .._common._checks import check_callable, check_fraction, is_traced
 from .._common._words import how_many, names_of
@@ -342,6 +343,21 @@ class CurveFit(eqx.Module):
             return np.zeros(0, int)
         self._at_hand("outliers")
         return outliers(self)
+
+    def chi_squared_test(self) -> Any:
+        """Return the probability of a larger `chi_squared` if the curve and its known
+        noise are right, by the chi-squared distribution. A small value means that the
+        curve misses something or `sigma` is too small, and a value close to 1 that
+        `sigma` is too large. Without degrees of freedom it is NaN."""
+        if not self._setting.knows_noise:
+            raise ValueError(
+                "`chi_squared_test` compares the residuals with known noise: pass "
+                "`sigma` and `absolute_sigma=True` to `curve_fit`, with squared error."
+            )
+        self._check_is_known("chi_squared_test", self.chi_squared)
+        dof = np.asarray(self.degrees_of_freedom)
+        p = chdtrc(np.where(dof > 0, dof, np.nan), np.asarray(self.chi_squared))
+        return p if self._setting.many else float(p)
 
     def runs_test(self) -> float:
         """Return the p-value of Wald and Wolfowitz's test of the residuals' signs.
