@@ -885,6 +885,32 @@ def test_lists_of_numbers(f, x):
     np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03], rtol=1e-6)
 
 
+def test_equal_minima_at_different_parameters_are_counted():
+    """A product has a minimum for each sign of its factors, and a sum of squares one for
+    each sign of each; the parameters at each loss are those of its own start."""
+    f = lambda p, x: p["a"][0] * jnp.exp(-(p["a"][1] ** 2) * x) + p["c"]
+    start = {"a": np.array([1.0, 0.5]), "c": 0.0}
+    y = 2 * np.exp(-0.8 * X) + NOISE
+    options = {"bounds": {"a": (-3.0, 3.0)}, "fixed": ["c"], "starts": 8}
+    fit = gnlin.curve_fit(f, X, y, start, **options)
+    number = np.sum(fit.losses < fit.losses[0] + 1e-9)
+    assert f"{number} of 8 starts reached the best loss" in str(fit)
+    assert ", at 2 different values of the parameters; the worst" in str(fit)
+    rates = fit.ends["a"][:number, 1]
+    np.testing.assert_allclose(np.abs(rates), np.abs(rates[0]), rtol=1e-5)
+    assert {-1, 1} == set(np.sign(rates))
+    for k in range(8):
+        at = {"a": fit.ends["a"][k], "c": fit.ends["c"][k]}
+        loss = 0.5 * np.sum((f(at, X) - y) ** 2)
+        np.testing.assert_allclose(loss, fit.losses[k], rtol=1e-9)
+    options["bounds"] = {"a": ([-3.0, 0.0], 3.0)}
+    assert "different" not in str(gnlin.curve_fit(f, X, y, start, **options))
+    many = gnlin.curve_fit(f, X, np.stack([y, y]), start, **options)
+    assert many.ends["a"].shape == (2, 8, 2)
+    for k in range(2):
+        np.testing.assert_allclose(many.ends["a"][k, 0], many.parameters["a"][k])
+
+
 @pytest.mark.slow
 def test_starts_that_reach_the_best_loss_are_counted():
     """The losses differ by rounding: they are zero or negative."""

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import equinox as eqx
+import jax
 import numpy as np
 
 from ._curve import rounding
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 # Losses that differ by less than this part belong to one minimum.
 _ALIKE = 1e-3
+# Values at most this part of the distance between the bounds apart are one, and values
+# farther apart than the second part are two.
+_CLOSE, _FAR = 1e-6, 1e-2
 
 
 def either(*ways: str) -> str:
@@ -66,6 +71,29 @@ def starts_at_best(fit: "CurveFit") -> int:
     losses = np.asarray(fit.losses)
     most = losses[0] + _ALIKE * abs(losses[0]) + _rounding(fit)
     return int(np.sum(losses <= most))
+
+
+def different_ends(fit: "CurveFit") -> int:
+    """Return at how many different parameters the starts reached the best loss. Two
+    values differ if they are a standard error or `_FAR` apart."""
+    best = slice(starts_at_best(fit))
+    free = jax.tree.map(
+        lambda p: p is None, fit._curve.fixed, is_leaf=lambda p: p is None
+    )
+    of_all, errors = (
+        [np.asarray(p) for p in jax.tree.leaves(eqx.filter(tree, free))]
+        for tree in (fit.ends, fit.standard_errors)
+    )
+    flat = np.concatenate([p.reshape(len(p), -1) for p in of_all], axis=1)[best]
+    low, high = _box(fit)
+    width = high - low
+    error = np.concatenate([np.ravel(e) for e in errors])
+    apart = np.clip(np.nan_to_num(error, nan=np.inf), _CLOSE * width, _FAR * width)
+    found: list[np.ndarray] = []
+    for point in flat:
+        if all(np.any(np.abs(point - other) > apart) for other in found):
+            found.append(point)
+    return len(found)
 
 
 def at_the_start(fit: "CurveFit") -> str:

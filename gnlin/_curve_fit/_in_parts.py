@@ -132,6 +132,7 @@ def fitted_in_parts(
         "residuals": None,
         "x": None,
         "losses": None,
+        "ends": None,
         "result": end.judged(minimum.result),
         "history": rows and {"step": rows["num_feature_updates"], **rows},
         "num_steps": jnp.array(len(rows["loss"]) if rows else 0),

@@ -73,7 +73,7 @@ def fitted(
         if not (inside or is_refit) and np.any(end.is_doubtful):
             # This is rare, so that the programs of other fits stay small.
             end, sure = _surely(setting, data, *ended)
-            found |= sure | {"losses": found["losses"]}
+            found |= sure | {name: found[name] for name in ("losses", "ends")}
         return end, found
     except eqx.EquinoxRuntimeError as error:
         error.add_note(
@@ -87,16 +87,19 @@ def fitted(
 def _best_of(
     ends: Iterable[tuple[Fitted, dict[str, Any]]],
 ) -> tuple[Fitted, dict[str, Any]]:
-    losses, best = [], None
+    losses, each, best = [], [], None
     for end, found in ends:
         loss = np.nan_to_num(float(end.loss), nan=np.inf, posinf=np.inf, neginf=-np.inf)
         if best is None or loss < min(losses):
             best = end, found
         losses.append(loss)
+        each.append(found["parameters"])
     assert best is not None  # there is at least one start
     end, found = best
-    ascending = jnp.asarray(np.sort(losses), end.loss.dtype)
-    return end, found | {"losses": ascending, "history": None}
+    order = np.argsort(losses, kind="stable")
+    ascending = jnp.asarray(np.array(losses)[order], end.loss.dtype)
+    in_order = jax.tree.map(lambda *p: np.stack([p[k] for k in order]), *each)
+    return end, found | {"losses": ascending, "ends": in_order, "history": None}
 
 
 @functools.cache
@@ -122,7 +125,9 @@ def _all_fitted(
         each = jax.vmap(of_start, in_axes=(None, 0))(data, starts)
         losses = jnp.where(jnp.isnan(each[0].loss), jnp.inf, each[0].loss)
         end, found, ended = jax.tree.map(lambda x: x[jnp.argmin(losses)], each)
-        return end, found | {"losses": jnp.sort(losses)}, ended
+        order = jnp.argsort(losses)
+        ends = jax.tree.map(lambda x: x[order], each[1]["parameters"])
+        return end, found | {"losses": losses[order], "ends": ends}, ended
 
     fit = of_starts if has_starts else of_start
     if setting.many:
@@ -254,6 +259,7 @@ def _statistics(
         "residuals": residuals[: data.y.size],
         "x": None if data.sigma_x is None else data.moved(variables["x"]),
         "losses": None,
+        "ends": None,
         "result": fitted.judged(end.result),
         "history": end.history,
         "num_steps": end.num_steps,

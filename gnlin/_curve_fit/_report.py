@@ -7,7 +7,7 @@ import numpy as np
 
 from .._common._words import abridged, aligned, how_many, names_of, rounded
 from ..losses._base import has_observed_root
-from ._advice import starts_at_best
+from ._advice import different_ends, starts_at_best
 from ._ending import some_directions
 from ._likelihood import is_known
 from ._points import listed, total
@@ -51,11 +51,12 @@ def report(fit: "CurveFit") -> str:
             where = listed(outliers, _MOST_OUTLIERS)
             lines += ["", f"{how_many(number, 'outlier')}, {at} {where}"]
     if fit.losses is not None and np.isfinite(fit.losses[0]):
-        losses = np.asarray(fit.losses)
+        losses, number = np.asarray(fit.losses), different_ends(fit)
+        where = f", at {number} different values of the parameters" * (number > 1)
         lines += [
             "",
             f"{starts_at_best(fit)} of {losses.size} starts reached the best loss, "
-            f"{losses[0]:.6g}; the worst loss is {losses[-1]:.6g}",
+            f"{losses[0]:.6g}{where}; the worst loss is {losses[-1]:.6g}",
         ]
     if undetermined := some_directions(fit, "; "):
         lines += ["", f"not determined: {undetermined}"]

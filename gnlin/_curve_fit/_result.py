@@ -71,7 +71,8 @@ class CurveFit(eqx.Module):
         from $n\log(\chi^2/n)$, or $\chi^2$ if `sigma` is absolute, or twice the loss.
         They are NaN for a robust loss without `sigma`, whose scale differs between
         models.
-    - `losses`: the losses of all `starts`, in ascending order.
+    - `losses`, `ends`: the losses of all `starts`, in ascending order, and the
+        parameters where they ended, in the same order on a leading axis.
     - `result`, `reason`, `history`, `num_steps`: as in [`gnlin.Solution`][]. With several
         data sets or starts there is no history, because recording it would take longer
         than the steps. With several data sets there is no reason. If the scale of a
@@ -96,6 +97,7 @@ class CurveFit(eqx.Module):
     aic: Any
     bic: Any
     losses: Array | None
+    ends: PyTree
     result: optx.RESULTS
     history: Any
     num_steps: Any
