@@ -2,6 +2,7 @@
 SciPy."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -229,3 +230,27 @@ def test_a_bar_is_shown_of_a_long_search(monkeypatch, capsys):
     assert "/4 [" in drawn
     assert "b, refit 1" in drawn
     np.testing.assert_allclose(low["b"], BEST[1] - HALF[1], rtol=1e-6)
+
+
+def test_a_minimum_where_two_solutions_meet():
+    """The square of a parameter close to 0. The ends of the interval have a closed form.
+    The error of a parameter of 0 in a line is no such error."""
+    x = np.linspace(0, 1, 30)
+    noise = 0.01 * np.random.default_rng(0).normal(size=30)
+    y = noise - (x @ noise / (x @ x) - 1e-10) * x  # The best b**2 is 1e-10.
+    options = {"sigma": 0.01, "absolute_sigma": True}
+    square = lambda p, x: p["b"] ** 2 * x
+    said = "far from linear, .* of b by 0.0001, .* `fit.confidence_intervals"
+    with pytest.warns(UserWarning, match=said):
+        fit = gnlin.curve_fit(square, x, y, {"b": 1e-4}, **options)
+    assert fit.standard_errors["b"] > 10
+    interval = fit.confidence_intervals()
+    end = np.sqrt(1e-10 + scipy.stats.norm.ppf(0.975) * 0.01 / np.linalg.norm(x))
+    found = [float(interval.low["b"]), float(interval.high["b"])]
+    np.testing.assert_allclose(found, [-end, end], rtol=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gnlin.curve_fit(lambda p, x: p["b"] * x, x, y, {"b": 1.0}, **options)
+        # Bounds leave no room for a step by an error.
+        bounds = {"b": (0.0, 1.0)}
+        gnlin.curve_fit(square, x, y + x, {"b": 0.5}, bounds=bounds, **options)

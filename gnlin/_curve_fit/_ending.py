@@ -31,7 +31,7 @@ from ._points import place_of, total
 from ._problem import FitSettings, flat_box, Posed
 from ._residuals import ignored, num_points, outlying, points
 from ._statistics import NEAR
-from ._undetermined import FLAT
+from ._undetermined import bent, described, FLAT
 
 
 if TYPE_CHECKING:
@@ -194,6 +194,8 @@ def complaint(fit: "CurveFit") -> str:
             "`gnlin.curve_fit`: the data do not determine all parameters: "
             f"{where}: {either('fix one of them', 'pass more points', elsewhere(fit))}."
         )
+    if bend := _of_bent(fit):
+        return f"`gnlin.curve_fit`: {bend}."
     if own := of_own_values(fit):
         return f"`gnlin.curve_fit`: {own}."
     if fit._setting.is_estimated and not float(fit.degrees_of_freedom) > 0:
@@ -202,6 +204,22 @@ def complaint(fit: "CurveFit") -> str:
             f"cannot be estimated: {either(known_noise(fit), 'pass more points')}."
         )
     return ""
+
+
+def _of_bent(fit: "CurveFit") -> str:
+    """Return a sentence if the curve is far from linear within the errors, or ""."""
+    setting, data = fit._setting, fit._data
+    is_plain = setting.solver.retraction is None and not setting.is_robust
+    if data is None or data.sigma_x is not None or setting.likelihood or not is_plain:
+        return ""
+    if (step := bent(setting, data, fit._free, fit._end)) is None:
+        return ""
+    (way,) = described(step[None], fit.names, fit._start, fit._free)
+    return (
+        "within the standard errors the curve is far from linear, as at a minimum where "
+        f"two solutions meet, in the direction of {way}, so that these errors mean "
+        "nothing: use `fit.confidence_intervals()`"
+    )
 
 
 def _of_outliers(fit: "CurveFit") -> str:

@@ -9,10 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
+from .._common._quickly import quickly
 from .._common._tree import ravel_pytree
 from .._common._words import how_many, name_of
 from .._linear_algebra._covariance import Covariance
-from ._problem import FitSettings, flat_box
+from ._curve import Data
+from ._problem import FitSettings, flat_box, Posed
 
 
 # A parameter has no effect if, moved by its standard error, it changes the curve by less
@@ -25,6 +27,10 @@ FLAT = 1e-3
 _ROUNDINGS = 100
 # Only parameters whose standard error exceeds this part of their value are tested.
 _ASKED = 0.1
+# If a standard error exceeds this multiple of its value, the curve is evaluated there. It
+# is bent if it changes, in both directions, by more than the second multiple of the
+# prediction.
+_EXCEEDS, _BENT = 10, 1e3
 # The most parts of a direction that its description names, if there are few arrays.
 _MOST = 4
 # Moves below this part of the largest one are rounding.
@@ -135,6 +141,47 @@ def seen(
     nowhere = jnp.zeros(y.size, bool)
     stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
     return ~found.is_lost & ~(found.asked & stay)
+
+
+def bent(
+    setting: FitSettings, data: Data, parameters: PyTree[Array], end: Any
+) -> np.ndarray | None:
+    """Return a step by one standard error, or to the bounds, that changes the curve far
+    more than the linearisation predicts, or `None`. There is one at a minimum where a
+    singular value vanishes. The curve is evaluated only if an error exceeds its parameter
+    by much.
+
+    - `end`: the `Fitted` of one data set, fitted by squared error.
+    """
+    best = np.asarray(ravel_pytree(parameters)[0])
+    factor = np.asarray(end.covariance.factor) * np.sqrt(np.asarray(end.variance))
+    errors = np.linalg.norm(factor, axis=-1)
+    asked = np.flatnonzero(np.isfinite(errors) & (errors > _EXCEEDS * np.abs(best)))
+    if not asked.size:
+        return None
+    steps = factor[asked] @ factor.T / errors[asked, None]
+    steps = np.concatenate([steps, -steps])
+    box = flat_box(setting.solver.bounds, parameters)
+    room = np.where(steps > 0, np.asarray(box.upper), np.asarray(box.lower)) - best
+    room = np.divide(room, steps, where=steps != 0, out=np.full_like(room, np.inf))
+    parts = np.clip(np.min(room, axis=1), 0, 1)
+    changes = np.asarray(_changes(setting, data, parameters, parts[:, None] * steps))
+    predicted = parts * np.sqrt(np.asarray(end.variance))
+    # A change that is not finite tells nothing.
+    is_bent = (changes > _BENT * predicted) & np.isfinite(changes)
+    found = np.flatnonzero(np.all(is_bent.reshape(2, -1), axis=0))
+    return steps[found[np.argmax(errors[asked[found]])]] if found.size else None
+
+
+@quickly
+def _changes(
+    setting: FitSettings, data: Data, parameters: PyTree[Array], steps: Any
+) -> Float[Array, " s"]:
+    """Return the norm of the change of the curve by each step."""
+    posed = Posed.of(setting, data)
+    at = lambda step: posed.outputs(posed.variables(setting.moved(parameters, step)))
+    here = at(jnp.zeros_like(steps[0]))
+    return jax.lax.map(lambda step: jnp.linalg.norm(at(step) - here), steps)
 
 
 def apart(known: Covariance) -> np.ndarray:
