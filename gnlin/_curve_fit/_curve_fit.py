@@ -89,12 +89,13 @@ def curve_fit(
         of its columns. Whole numbers become floats, unless `f` needs them as such (for
         indices or seeds), or floats cannot hold them.
     - `y`: the data, of the shape that `f` returns; or `None` if `x` yields parts of the
-        data, tuples `(x, y)` or `(x, y, sigma)`. With one more leading axis, `y` is
-        several data sets: one program fits them all, and every result has this axis too.
-        They have the same x and the same bounds.
+        data, tuples `(x, y)` or `(x, y, sigma)`. With one more leading axis than
+        `f` returns, `y` is several data sets: one program fits them all, and every
+        result has this axis too. They have the same x and the same bounds.
     - `start`: the first parameters: a pytree of numbers and arrays, such as a dictionary.
         With several data sets, each may have its own start, on a leading axis of every
-        parameter.
+        parameter, unless `f` returns the shape of y for all starts at once. It is then
+        one fit of all of them together.
     - `solver`: any least-squares solver of gnlin. With a `retraction`, standard errors
         are those of the parameters on their curved space. For likelihoods, and for
         several data sets with bounds or with an `f` that has loops, the default uses a
