@@ -205,9 +205,7 @@ def test_a_saddle_without_any_derivative_is_no_minimum():
         fit = gnlin.curve_fit(product, X, RISING, start)
     assert len(warned) == 1
     assert fit.result == optx.RESULTS.stagnation
-    with pytest.warns(
-        UserWarning, match="`gnlin.solve` made no step: the grad"
-    ):
+    with pytest.warns(UserWarning, match="`gnlin.solve` made no step: the grad"):
         gnlin.solve(start, gnlin.Residuals(lambda p, _: product(p, X) - RISING))
     square = lambda p, x: p["b"] ** 2 * x
     for y, words, has_converged in (

@@ -62,7 +62,7 @@ def hidden(
     The curve is evaluated only if a column of the Jacobian seems to be zero, and after
     the compiled fit, whose program does not grow."""
     flags = end.covariance.determined
-    none = Hidden(*(np.zeros(flags.shape, bool) for _ in range(3)))
+    none = Hidden(*np.zeros((3, *flags.shape), bool), stuck=False)
     # Steps of a retraction are not differences of parameters.
     is_refused = setting.many or setting.solver.retraction is not None
     if data is None or is_refused or is_traced((end, data, setting)):
