@@ -89,7 +89,7 @@ def test_reactors():
     solved = {(where, name): int(number) for where, name, number, _ in rows}
     ours = "gnlin.LevenbergMarquardt()"
     assert solved["near", ours] == 40
-    assert solved["far", ours] >= 36
+    assert solved["far", ours] >= 33
     far = sorted(n for (where, _), n in solved.items() if where == "far")
     assert far[-3] < 30  # of solvers that take no part of the undamped step
 

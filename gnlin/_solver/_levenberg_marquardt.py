@@ -229,7 +229,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
         are_dear = bool(cost.reads)
         num_trials = self._rule(lin.point, are_dear).num_trials
         way, scaling, method = self.planned(objective, problem, filter, num_trials)
-        rule = self._rule(lin.point, are_dear or way.stops_early, is_square=m == p)
+        rule = self._rule(
+            lin.point,
+            are_dear or way.stops_early,
+            is_square=m == p and objective.is_quadratic,
+        )
         as_tree = lambda parameters: parameters
         if scaling != "identity":
             lin, as_tree = lin.in_one_array()
@@ -337,7 +341,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> AbstractDamping:
         """Return the rule on a full batch.
 
-        - `is_square`: whether there are as many residuals as parameters.
+        - `is_square`: whether there are as many squared residuals as parameters.
         """
         damping = self.damping
         if isinstance(damping, AbstractDamping):

@@ -195,7 +195,8 @@ class Trials:
             step, predicted = between_bounds(decrease, lin, step, again, inverse)
             predicted = predicted.astype(dtype)
         part = self.rule.part(last.state)
-        # A damped step, or one that is cut at a bound, is promised a little less.
+        # A part of a damped step, or of one that is cut at a bound, is promised too much,
+        # but less than twice as much.
         step, predicted = _tree.scale(part, step), part * (2 - part) * predicted
         length *= part
         if self.acceleration:
