@@ -20,7 +20,7 @@ FLAT = {
     "round": lambda p: jnp.round(100 * p),
     "sign": jnp.sign,
     "stop_gradient": lambda p: jax.lax.stop_gradient(jnp.exp(p)),
-    "count": lambda p: jnp.sum(p > 0.3).astype(float),
+    "count": lambda p: jnp.sum(p > 0.3, keepdims=True).astype(float),
     "cond": lambda p: jax.lax.cond(p[0] > 0, jnp.round, jnp.floor, p),
     "and back": lambda p: (100 * p).astype(int).astype(float),
 }

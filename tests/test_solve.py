@@ -58,7 +58,7 @@ def test_training(solver):
     assert n <= 12
     for name in history:
         rows = getattr(history, name)
-        assert rows is history[name]
+        np.testing.assert_array_equal(rows, history[name])
         assert rows.shape == (n,)
         assert np.all(np.isfinite(rows))
     np.testing.assert_allclose(history.loss[0], loss_of(model), rtol=1e-12)
