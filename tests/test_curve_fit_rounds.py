@@ -121,10 +121,9 @@ def test_inside_jit():
     made = int(outside.num_steps)
     np.testing.assert_allclose(steps, made, atol=2)
     loss = np.asarray(history["loss"])
-    assert loss.shape == (100,)
-    assert np.flatnonzero(np.isnan(loss)).tolist() == list(range(int(steps), 100))
+    assert loss.shape == (int(steps),)
     np.testing.assert_allclose(loss[:20], outside.history["loss"][:20], rtol=1e-6)
-    np.testing.assert_allclose(history["step"][: int(steps)], np.arange(1, steps + 1))
+    np.testing.assert_allclose(history["step"], np.arange(1, steps + 1))
     np.testing.assert_allclose(parameters["k"], outside.parameters["k"], rtol=1e-8)
 
 

@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
@@ -18,6 +19,21 @@ from ..filters import Tikhonov
 _NUM_PROBES = 8
 # Products of the Jacobian with vectors count as zero below this multiple of rounding.
 _ZERO = 3.0
+
+
+def resolved(
+    g: Float[Array, " k"], w: Float[Array, " k"], rounding: Scalar
+) -> Float[Array, " k"]:
+    """Return the values of a filter, or zero where it is large at an eigenvalue of zero.
+    Such an eigenvalue is only rounding, and its eigenvector has no gradient: the filter
+    would make a step, and a derivative of the step, out of rounding."""
+    return jnp.where((w == 0) & (g * rounding > 1), 0, g)
+
+
+def _resolved(
+    filter: Function, rounding: Scalar, w: Float[Array, " k"]
+) -> Float[Array, " k"]:
+    return resolved(filter(w), w, rounding)
 
 
 class Eigenvectors(eqx.Module):
@@ -96,25 +112,44 @@ class Eigenvectors(eqx.Module):
     # Formulas that need no derivatives of eigenvectors, if these are all
 
     def step(
-        self, residual: Float[Array, " m"], filter: Function, w: Float[Array, " k"]
+        self,
+        residual: Float[Array, " m"],
+        filter: Function,
+        w: Float[Array, " k"],
+        rounding: Scalar | None = None,
     ) -> PyTree[Array]:
         r"""Return the step $-\phi^\top g(\phi\phi^\top)\,r$ of a filter $g$."""
         if self.on_outputs:
-            return self.jacobian.pull_back(-self.filtered(filter, w, residual))
+            return self.jacobian.pull_back(-self.filtered(filter, w, residual, rounding))
         gradient, unravel = ravel_pytree(self.jacobian.pull_back(residual))
-        return unravel(-self.filtered(filter, w, gradient))
+        return unravel(-self.filtered(filter, w, gradient, rounding))
 
     def filtered(
-        self, filter: Function, w: Float[Array, " k"], vector: Float[Array, " k"]
+        self,
+        filter: Function,
+        w: Float[Array, " k"],
+        vector: Float[Array, " k"],
+        rounding: Scalar | None = None,
     ) -> Float[Array, " k"]:
-        """Return $g(A) b$, where A is the kernel or the curvature."""
+        """Return $g(A) b$, where A is the kernel or the curvature, with g as `resolved`
+        if a `rounding` is given."""
         vectors, jacobian = self.smaller, self.jacobian
         matrix = jacobian.gram() if self.on_outputs else jacobian.curvature()
+        known = filter if rounding is None else Partial(_resolved, filter, rounding)
+        by_differences = lambda: of_matrix(known, matrix, vector, w, vectors)
         if not isinstance(filter, Tikhonov) or is_zero(filter.damping):
-            return of_matrix(filter, matrix, vector, w, vectors)
+            return by_differences()
         # As the solution of a linear system it has derivatives of every order.
         damping = jnp.asarray(filter.damping, w.dtype)
         matrix, vector = matrix.astype(w.dtype), vector.astype(w.dtype)
         product = lambda x: matmul(matrix, x) + damping * x
-        solve = lambda _, b: matmul(vectors, filter(w) * matmul(vectors.T, b))
-        return jax.lax.custom_linear_solve(product, vector, solve, symmetric=True)
+        g = filter(w)
+        solve = lambda _, b: matmul(vectors, g * matmul(vectors.T, b))
+        by_system = lambda: jax.lax.custom_linear_solve(
+            product, vector, solve, symmetric=True
+        )
+        if rounding is None:
+            return by_system()
+        # Where the damping is only rounding, the system is singular.
+        is_singular = jnp.any(resolved(g, w, rounding) != g)
+        return jax.lax.cond(is_singular, by_differences, by_system)

@@ -16,7 +16,7 @@ from .._common._checks import first_line, is_own, is_traced
 from .._common._sharding import is_here
 from .._linear_algebra._derivatives import with_derivative_of
 from ..filters import GradientDescent, Tikhonov
-from ._eigenvectors import Eigenvectors
+from ._eigenvectors import Eigenvectors, resolved
 
 
 # A result is doubtful if eigenvalues that wrongly count as zero change it by this part.
@@ -99,16 +99,14 @@ class Spectrum(eqx.Module):
 
         - `filter`: g, any function of the eigenvalues; see `gnlin.filters`.
         """
-        w, g = self.eigenvalues, evaluated(filter, self.eigenvalues)
-        # An eigenvalue that is only rounding is zero here, and its eigenvector has no
-        # gradient. A filter that is large at zero would make a step out of rounding.
-        g = jnp.where((w == 0) & (g * self._unresolved() > 1), 0, g)
+        w, rounding = self.eigenvalues, _tree.fixed(self._unresolved())
+        g = resolved(evaluated(filter, w), w, rounding)
         step = self.lift(-g * self.coefficients)
         if not self._vectors.are_all:
             return step
         if isinstance(filter, types.FunctionType):  # it may close over traced arrays
-            filter = eqx.filter_closure_convert(filter, self.eigenvalues)
-        given = self._vectors, self._residual, filter, w
+            filter = eqx.filter_closure_convert(filter, w)
+        given = self._vectors, self._residual, filter, w, rounding
         return with_derivative_of(Eigenvectors.step, step, *given)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectrum":

@@ -194,11 +194,11 @@ class Trials:
             decrease = self.measured.problem.decrease
             step, predicted = between_bounds(decrease, lin, step, again, inverse)
             predicted = predicted.astype(dtype)
-        part = self.rule.part(last.state)
+        part = jnp.asarray(self.rule.part(last.state), dtype)
         # A part of a damped step, or of one that is cut at a bound, is promised too much,
         # but less than twice as much.
-        step, predicted = _tree.scale(part, step), part * (2 - part) * predicted
-        length *= part
+        step, length = _tree.scale(part, step), part * length
+        predicted *= part * (2 - part)
         if self.acceleration:
             bend = self._bend(held, damping, step)
             gentle = (
