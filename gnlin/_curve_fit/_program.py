@@ -124,8 +124,8 @@ def _all_fitted(
     def of_starts(data, starts):
         each = jax.vmap(of_start, in_axes=(None, 0))(data, starts)
         losses = jnp.where(jnp.isnan(each[0].loss), jnp.inf, each[0].loss)
-        end, found, ended = jax.tree.map(lambda x: x[jnp.argmin(losses)], each)
         order = jnp.argsort(losses)
+        end, found, ended = jax.tree.map(lambda x: x[order[0]], each)
         ends = jax.tree.map(lambda x: x[order], each[1]["parameters"])
         return end, found | {"losses": losses[order], "ends": ends}, ended
 

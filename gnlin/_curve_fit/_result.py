@@ -8,7 +8,6 @@ import numpy as np
 import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
-from scipy.special import chdtrc
 
 from .._common._checks import check_callable, check_fraction, is_traced
 from .._common._words import how_many, names_of
@@ -351,6 +350,8 @@ class CurveFit(eqx.Module):
         noise are right, by the chi-squared distribution. A small value means that the
         curve misses something or `sigma` is too small, and a value close to 1 that
         `sigma` is too large. Without degrees of freedom it is NaN."""
+        from scipy.special import chdtrc  # slow to import
+
         if not self._setting.knows_noise:
             raise ValueError(
                 "`chi_squared_test` compares the residuals with known noise: pass "

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
+from .._common._canonical import are_read
 from .._common._warn import warn
 from ._admitted import check_outputs
 from ._objective import AbstractObjective
@@ -204,8 +205,7 @@ def _depends(x: Any, program: Jaxpr, num_inputs: int) -> bool:
             kept.append(equation)
             read.update(y for y in equation.invars if not isinstance(y, Literal))
     of_one = program.replace(eqns=kept[::-1], outvars=[x])
-    _, used = partial_eval.dce_jaxpr(of_one, [True])
-    return any(used[:num_inputs])
+    return any(are_read(of_one)[:num_inputs])
 
 
 def _converts_whole(equation: JaxprEqn) -> bool:
