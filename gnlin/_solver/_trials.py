@@ -195,8 +195,8 @@ class Trials:
             step, predicted = between_bounds(decrease, lin, step, again, inverse)
             predicted = predicted.astype(dtype)
         part = jnp.asarray(self.rule.part(last.state), dtype)
-        # A part of a damped step, or of one that is cut at a bound, is promised too much,
-        # but less than twice as much.
+        # This is exact for the undamped step. For a damped one, or one that is cut at a
+        # bound, it is too large, but by less than a factor of two.
         step, length = _tree.scale(part, step), part * length
         predicted *= part * (2 - part)
         if self.acceleration:

@@ -53,10 +53,10 @@ class AbstractDamping(eqx.Module):
     r"""A rule that chooses the damping of each trial.
 
     A subclass keeps a state, which is any pytree, and defines `init`, `damping` and
-    `after`. It may also override `begin`, which sees each linearisation once, and
-    `accepts` and `goes_on`, which decide whether a step is accepted and whether to try
-    another damping at the same linearisation. The last accepted step that lowers the loss
-    by more than rounding is taken.
+    `after`. It may also override `begin`, which sees each linearisation once, `part`, by
+    which a step is shortened, and `accepts` and `goes_on`, which decide whether a step is
+    accepted and whether to try another damping at the same linearisation. The last
+    accepted step that lowers the loss by more than rounding is taken.
 
     - `num_trials`: the approximate number of dampings tried at one linearisation. If it
         is large, a decomposition that serves all of them is worth its cost.
@@ -84,7 +84,7 @@ class AbstractDamping(eqx.Module):
         r"""Return the next $\lambda$ to try at the point `y`."""
 
     def part(self, state: PyTree) -> ScalarLike:
-        """Return the part of the step that is tried next."""
+        """Return the part of the step to try next, between 0 and 1."""
         return 1.0
 
     @abc.abstractmethod
