@@ -18,6 +18,7 @@ from benchmarks._options import Refusal
 from benchmarks._results import KEPT, read_settings
 from benchmarks.experiment import Runs
 from benchmarks.experiments import data_scaling, k_sweep, k_vs_lambda, stability
+from benchmarks.experiments.k_vs_lambda import _figures
 from benchmarks.experiments.k_vs_lambda._tasks import CLASSES, make_task
 
 
@@ -73,6 +74,9 @@ def test_the_error_of_the_flow_is_that_of_the_runs():
         f"{said}, which on the digits differs by at most 2.0e-03 of a step from 1,000 "
         "literal steps"
     )
+    caption = _figures._setting(k_vs_lambda.EMBEDDED, {}, some)
+    assert "With cross-entropy, K steps" in caption
+    assert " on, which on the digits differs by" in caption
     for settings, first in ((k_sweep.EMBEDDED, 1e4), (k_sweep.QUICK, 1e5)):
         point = k_sweep._first_flow(settings)
         assert point["period"] == first

@@ -152,7 +152,6 @@ def _setting(
             f"and {10 * settings.images_per_class} images of digits by a 64-40-10 "
             "network."
         )
-        where = "which on the digits"
     flow = flow_described(all_runs, CHECKED, where)
     return f"{said} With cross-entropy, {flow}."
 
