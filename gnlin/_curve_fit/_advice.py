@@ -28,7 +28,7 @@ def either(*ways: str) -> str:
 
 def elsewhere(fit: "CurveFit", words: str = "start elsewhere") -> str:
     """Advise another start, or nothing if the best of many starts was taken."""
-    return "" if has_starts(fit) else words
+    return "" if num_starts(fit) > 1 else words
 
 
 def bounded(fit: "CurveFit", which: np.ndarray | bool = True, words: str = "") -> str:
@@ -37,15 +37,15 @@ def bounded(fit: "CurveFit", which: np.ndarray | bool = True, words: str = "") -
     - `which`: the free parameters that need bounds; all by default.
     - `words`: what the bounds are to do.
     """
-    narrower = "narrower " * _are_bounded(fit, which)
-    return f"set {narrower}`bounds`{words}"
+    are_bounded = np.isfinite(_box(fit)).any(axis=0) & which
+    return f"set {'narrower ' * bool(are_bounded.any())}`bounds`{words}"
 
 
 def many_starts(fit: "CurveFit") -> str:
     """Advise `starts`, which are drawn between finite bounds; or more of them."""
-    if has_starts(fit):
+    if num_starts(fit) > 1:
         return "pass more `starts`"
-    is_box = bool(np.all([np.isfinite(side) for side in _box(fit)]))
+    is_box = bool(np.isfinite(_box(fit)).all())
     return "pass `starts`" if is_box else "pass `starts` and finite `bounds`"
 
 
@@ -62,8 +62,8 @@ def known_noise(fit: "CurveFit") -> str:
     return f"pass {sigma}`absolute_sigma=True`{absolute}"
 
 
-def has_starts(fit: "CurveFit") -> bool:
-    return fit.losses is not None and fit.losses.size > 1
+def num_starts(fit: "CurveFit") -> int:
+    return 1 if fit.losses is None else fit.losses.size
 
 
 def starts_at_best(fit: "CurveFit") -> int:
@@ -98,14 +98,8 @@ def different_ends(fit: "CurveFit") -> int:
 
 def at_the_start(fit: "CurveFit") -> str:
     """Say where the curve was evaluated."""
-    if fit.losses is None or not has_starts(fit):
-        return "at the start"
-    return f"at one of {fit.losses.size} starts"
-
-
-def _are_bounded(fit: "CurveFit", which: np.ndarray | bool) -> bool:
-    low, high = _box(fit)
-    return bool(np.any((np.isfinite(low) | np.isfinite(high)) & which))
+    number = num_starts(fit)
+    return f"at one of {number} starts" if number > 1 else "at the start"
 
 
 def _box(fit: "CurveFit") -> tuple[np.ndarray, np.ndarray]:

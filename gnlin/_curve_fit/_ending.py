@@ -18,9 +18,9 @@ from ._advice import (
     bounded,
     either,
     elsewhere,
-    has_starts,
     known_noise,
     many_starts,
+    num_starts,
     starts_at_best,
 )
 from ._curve import Data
@@ -225,13 +225,14 @@ def _of_bent(fit: "CurveFit") -> str:
 def _of_outliers(fit: "CurveFit") -> str:
     """Say what many outliers mean, and what has not been tried yet."""
     some = f"{_some(fit, outlying)} are outliers"
-    if fit.losses is None or not has_starts(fit):
+    most = num_starts(fit)
+    if most == 1:
         return (
             f"{some}, so that this is probably not the best minimum: "
             f"{either('start closer', many_starts(fit))}. If it is, `f` misses a part of "
             "the data."
         )
-    number, most = starts_at_best(fit), fit.losses.size
+    number = starts_at_best(fit)
     some += f" at the best minimum of {most} starts, and {number} of them ended there"
     if number > 1:
         return f"{some}: `f` may miss a part of the data."
@@ -336,8 +337,7 @@ def _are_flat(
 
     def is_flat(data: Data, start: Array, step: Array) -> Bool[Array, ""]:
         posed = Posed.of(setting, data)
-        outputs = lambda flat: posed.outputs(posed.variables(unravel(flat)))
-        here, there = outputs(start), outputs(start + step)
+        here, there = (posed.at(unravel(flat)) for flat in (start, start + step))
         fall = posed.loss.decrease(here, there, posed.target)
         # A rate that moves by less than 1 is only close to 0, where its range ends.
         is_far = jnp.max(jnp.abs(there - here)) > 1

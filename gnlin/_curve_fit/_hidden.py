@@ -120,7 +120,7 @@ def _seen_along(
     best, box = ravel_pytree(parameters)[0], flat_box(setting.solver.bounds, parameters)
     # An index beyond the last move gives the last one.
     moves = jnp.asarray(np.append(0, _MOVES), best.dtype)
-    here = posed.outputs(posed.variables(parameters))
+    here = posed.at(parameters)
     eps = _ROUNDINGS * jnp.finfo(here.dtype).eps
     least = eps * jnp.max(jnp.abs(here))
     least_fall = eps * jnp.abs(posed.loss.value(here, posed.target))
@@ -128,9 +128,7 @@ def _seen_along(
     def look(step: Float[Array, " k"], move: Scalar) -> Bool[Array, "3"]:
         """Whether the curve differs and has a derivative, and whether the loss falls."""
         point = jnp.clip(best + move * step, box.lower, box.upper)
-        along = lambda t, _=None: posed.outputs(
-            posed.variables(structure.unravel(point + t * step))
-        )
+        along = lambda t, _: posed.at(structure.unravel(point + t * step))
         lin = linearise(along, jnp.zeros((), best.dtype))
         slope, change = lin.matrix(), jnp.abs(lin.outputs - here)
         fall = posed.loss.decrease(here, lin.outputs, posed.target)

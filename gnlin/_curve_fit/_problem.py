@@ -116,9 +116,13 @@ class Posed(NamedTuple):
         """Return the variables of the problem, with x as it was given."""
         return {"curve": parameters, "x": _no_shift(self.data)}
 
+    def at(self, parameters: PyTree, _: Any = None) -> Array:
+        """Return the outputs at these parameters, with x as it was given."""
+        return self.outputs(self.variables(parameters))
+
     def outputs(self, variables: PyTree, _: Any = None) -> Array:
-        """Return the outputs. The second argument is for the inputs that solvers pass,
-        and is not used."""
+        """Return the outputs. Here and above, the second argument is for the inputs that
+        solvers pass, and is not used."""
         x = self.data.moved(variables["x"])
         free = self.data.with_held(variables["curve"])
         values = whitened(self.curve(free, x), self.data)

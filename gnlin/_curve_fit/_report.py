@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from .._common._canonical import Program
 from .._common._words import abridged, aligned, how_many, names_of, rounded
 from ..losses._base import has_observed_root
 from ._advice import different_ends, starts_at_best
 from ._ending import some_directions
 from ._likelihood import is_known
-from ._points import listed, total
-from ._residuals import num_points, outlying, points, unit_of
+from ._points import listed, num_of, total
+from ._residuals import num_points, outlying, points
 
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ def report(fit: "CurveFit") -> str:
 def _how_many(fit: "CurveFit") -> str:
     """Return the number of points, and of their real numbers if these are more."""
     numbers = int(fit._end.num_points)
-    if fit._data is None:
-        return how_many(numbers, unit_of(fit))
+    if fit._data is None:  # A program for parts says how many numbers a point has.
+        f = fit._setting.curve.f
+        are_points = not isinstance(f, Program) or len(set(num_of(f.outputs))) == 1
+        return how_many(numbers, "point" if are_points else "number")
     number = num_points(fit)
     of = " of " + how_many(numbers, "number")
     return how_many(number, "point") + of * (numbers != number)

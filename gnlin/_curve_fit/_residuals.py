@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from .._common._canonical import Program
 from .._common._quickly import quickly
 from ..losses import AbstractElementwiseLoss
 from ..losses._robust import AbstractRobust
 from ._curve import Data
 from ._likelihood import is_known
-from ._points import by_point, num_of, total
+from ._points import by_point, total
 from ._problem import Posed
 
 
@@ -40,13 +39,6 @@ def num_points(fit: "CurveFit") -> int:
     """Return the number of points of one data set that have a number in the fit."""
     assert fit._data is not None
     return total(points(fit, np.asarray(fit._data.counted) > 0))
-
-
-def unit_of(fit: "CurveFit") -> str:
-    """Return what a fit of data in parts has counted: a point, or a number."""
-    f = fit._setting.curve.f
-    number, of_numbers = num_of(f.outputs) if isinstance(f, Program) else (0, 0)
-    return "point" if number == of_numbers else "number"
 
 
 def outliers(fit: "CurveFit") -> PyTree:
@@ -110,8 +102,7 @@ def signs_along_x(fit: "CurveFit", data: Data) -> np.ndarray:
             )
         posed, uniform = Posed.of(fit._setting, data), np.zeros(signs.size)
         uniform[order] = np.random.default_rng(0).uniform(size=signs.size)
-        outputs = posed.outputs(posed.variables(fit._end.parameters))
-        f, y = map(np.asarray, (outputs, posed.target))
+        f, y = map(np.asarray, (posed.at(fit._end.parameters), posed.target))
         signs = np.asarray(data.counted) * signs_of(loss, f, y, uniform)
     return signs[order]
 

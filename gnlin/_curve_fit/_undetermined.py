@@ -179,7 +179,7 @@ def _changes(
 ) -> Float[Array, " s"]:
     """Return the norm of the change of the curve by each step."""
     posed = Posed.of(setting, data)
-    at = lambda step: posed.outputs(posed.variables(setting.moved(parameters, step)))
+    at = lambda step: posed.at(setting.moved(parameters, step))
     here = at(jnp.zeros_like(steps[0]))
     return jax.lax.map(lambda step: jnp.linalg.norm(at(step) - here), steps)
 
