@@ -45,11 +45,12 @@ def of_extreme_squares(fit: "CurveFit") -> str:
     squares, so such a parameter stays at its start."""
     if _underflows(fit):
         return _out_of_range(fit, "the residuals' squares underflow", "smaller", "y")
-    extreme = np.asarray(fit._end.extreme)
+    known = jax.tree.map(np.asarray, fit._end.covariance)  # less overhead than in JAX
+    extreme = known.extreme
     if not extreme.any() or not np.isfinite(fit._end.loss):
         return ""
     which = int(np.argmax(extreme))
-    is_small = fit._end.covariance.units[which] < 1
+    is_small = known.units[which] < 1
     does, units = ("underflow", "larger") if is_small else ("overflow", "smaller")
     name = f"`{fit.names[which]}`"
     what = f"the squares of the derivative of `f` by {name} {does}"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -61,8 +61,8 @@ def fitted(
     num_rows = most if inside else rows_for(most)
     if setting.many or has_starts:
         num_rows = 0
-    is_refit = num_steps is not None  # only its end is wanted
-    if num_steps is not None:
+    is_refit = num_steps is not None  # only the end of the run is wanted
+    if is_refit:
         limit = min(most, num_steps)
         setting = setting._replace(max_steps=np.full_like(setting.max_steps, limit))
     try:
@@ -135,28 +135,18 @@ def _all_fitted(
     return fit(data, start)
 
 
-class _First(NamedTuple):
-    """A run with its last linearisation, and the statistics that follow from this.
-
-    - `is_elsewhere`: whether the run ended at another point than this linearisation's.
-    """
-
-    end: Run
-    fitted: Fitted
-    found: dict[str, Any]
-    is_elsewhere: Bool[Array, ""]
-
-    @staticmethod
-    def of(
-        setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
-    ) -> "_First":
-        end = run(setting, data, start, num_rows=num_rows, keeps=True)
-        fitted, found = _statistics(setting, data, start, end, is_tested=False)
-        assert end.kept is not None
-        return _First(end, fitted, found, ~end.kept.is_at(end.variables))
+def _run_first(
+    setting: FitSettings, data: Data, start: PyTree[Array], num_rows: int
+) -> tuple[Run, Bool[Array, ""], Fitted, dict[str, Any]]:
+    """Run a fit; return the run with its last linearisation, whether it ended at another
+    point than this linearisation's, and the statistics that follow from this."""
+    end = run(setting, data, start, num_rows=num_rows, keeps=True)
+    fitted, found = _statistics(setting, data, start, end, is_tested=False)
+    assert end.kept is not None
+    return end, ~end.kept.is_at(end.variables), fitted, found
 
 
-_first = quickly(_First.of, has_loops=True)
+_first = quickly(_run_first, has_loops=True)
 
 
 def _in_two(
@@ -169,14 +159,11 @@ def _in_two(
     """Run a fit of a function with loops, which takes long to compile. The first program
     has no copies of the function but those of the solver. The second one has one or two
     more, and is made only if it is needed.
-
-    - `is_refit`: whether only the end of the run is wanted.
     """
-    first = _first(setting, data, start, num_rows)
-    end, is_elsewhere = first.end, bool(first.is_elsewhere)
-    is_doubtful = bool(first.fitted.is_doubtful)
-    if not is_elsewhere and (is_refit or not (is_doubtful or first.fitted.is_open)):
-        return first.fitted, first.found
+    end, is_elsewhere, fitted, found = _first(setting, data, start, num_rows)
+    is_doubtful = bool(fitted.is_doubtful)
+    if not is_elsewhere and (is_refit or not (is_doubtful or fitted.is_open)):
+        return fitted, found
     end = end._replace(kept=None if is_elsewhere else end.kept)
     return _second(setting, data, start, end, True, is_doubtful)
 
@@ -258,8 +245,6 @@ def _statistics(
     found |= {
         "residuals": residuals[: data.y.size],
         "x": None if data.sigma_x is None else data.moved(variables["x"]),
-        "losses": None,
-        "ends": None,
         "result": fitted.judged(end.result),
         "history": end.history,
         "num_steps": end.num_steps,

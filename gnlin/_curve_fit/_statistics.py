@@ -40,8 +40,6 @@ class Fitted(NamedTuple):
     - `distance`: the estimated distance to the minimum, in standard errors: the length of
         the next Gauss-Newton step, in the metric of the covariance.
     - `nonfinite`: where the curve or its derivative is not finite.
-    - `extreme`: whether the squares of the derivative by each parameter underflow or
-        overflow.
     - `edge`: a point whose rate has fallen to 0, or -1.
     - `is_open`: whether the curve must still be evaluated to know if each parameter
         affects it.
@@ -60,7 +58,6 @@ class Fitted(NamedTuple):
     noise: Scalar
     distance: Scalar
     nonfinite: NonFinite
-    extreme: Bool[Array, " k"]
     edge: int | Int[Array, ""] = -1
     is_open: bool | Bool[Array, ""] = False
     is_doubtful: bool | Bool[Array, ""] = False
@@ -150,9 +147,9 @@ def as_fitted(
         noise=jnp.where(dof > 0, noise, jnp.inf),
         distance=jnp.where(jnp.isfinite(variance), distance, jnp.inf),
         nonfinite=nonfinite,
-        extreme=known.extreme,
     )
-    of_extreme = end.extreme[:, None] | end.extreme[None]
+    extreme = known.extreme
+    of_extreme = extreme[:, None] | extreme[None]
     matrix = jnp.where(of_extreme, jnp.nan, known.matrix(variance))
     # The variance of a parameter at its bound is zero, where roots have no derivative.
     roots = jnp.sqrt(jnp.where(held, 1, jnp.diagonal(matrix)))
@@ -176,6 +173,7 @@ def as_fitted(
         "multipliers": in_structure(end.multipliers),
         "aic": misfit + 2 * num_fitted,
         "bic": misfit + jnp.log(number) * num_fitted,
+        **dict.fromkeys(("residuals", "x", "losses", "ends")),  # of some fits only
     }
 
 
@@ -212,8 +210,8 @@ def _robust_variance(totals: Totals, num_free: Scalar) -> Scalar:
 class Misfit(NamedTuple):
     """The outputs at a point, compared with the data.
 
-    - `outputs`, `residuals`: in units of sigma; with a likelihood in units in which the
-        loss has the curvature 1, so that the residuals are Pearson's.
+    - `residuals`: in units of sigma; with a likelihood Pearson's, in units in which the
+        loss has the curvature 1.
     - `pull`: the derivative of the loss by each output.
     - `root`: the root of the loss's curvature. Where a robust loss has no curvature, it
         is the root for the parabola that touches the loss.
@@ -222,7 +220,6 @@ class Misfit(NamedTuple):
         `root` covers the positive part only; else `None`.
     """
 
-    outputs: Float[Array, " m"]
     residuals: Float[Array, " m"]
     pull: Float[Array, " m"]
     root: Float[Array, " m"]
@@ -265,7 +262,7 @@ class Misfit(NamedTuple):
             noise=jnp.where(number > 0, number * noise, 0),
             saturated=jnp.sum(loss.saturated(target)),
         )
-        return Misfit(outputs, residuals, pull, root, reduced, totals, concave)
+        return Misfit(residuals, pull, root, reduced, totals, concave)
 
 
 # Ratio of median absolute deviation to standard deviation in a normal distribution.
