@@ -3,63 +3,23 @@ data give the loss to second order."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, PyTree, Scalar
+from jaxtyping import Array, Bool, PyTree, Scalar
 
 from .._common import _tree
 from .._common._quickly import quickly
-from .._common._tree import Structure
-from .._jacobian import AtHand, Rows
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._solver import LevenbergMarquardt, print_row, State
 from .._solver._trials import Proposal, TrialOutcome, Trials
 from ..damping import LongestStep, TrustRegion
-
-
-class Expansion(NamedTuple):
-    r"""The second-order expansion of a loss of p parameters at one point.
-
-    - `loss`: its value.
-    - `triangle`: the triangular factor $T$ of all whitened rows, with the residual as one
-        more column: $T^\top T = [\phi\ r]^\top[\phi\ r]$. Its first p columns stand for
-        the Jacobian, and its last one for the residual.
-    """
-
-    loss: Scalar
-    triangle: Float[Array, "p+1 p+1"]
-
-    @property
-    def jacobian(self) -> Float[Array, "p p"]:
-        return self.triangle[:-1, :-1]
-
-    @property
-    def residual(self) -> Float[Array, " p"]:
-        return self.triangle[:-1, -1]
-
-    @property
-    def gradient(self) -> Float[Array, " p"]:
-        return _tree.matmul(self.jacobian.T, self.residual)
-
-    def outputs(self) -> PyTree[Array]:
-        """Return outputs whose loss, by `HalfSquares`, is `loss`."""
-        rest = self.loss - 0.5 * _tree.dot(self.residual, self.residual)
-        return {"residual": self.residual, "rest": rest}
-
-    def at(self, point: PyTree[Array], memory_budget: int) -> Linearisation:
-        """Return the linearisation of these outputs."""
-        outputs, domain = self.outputs(), Structure.of(point)
-        matrix = jnp.pad(self.jacobian, ((0, 1), (0, 0)))  # the rest is constant
-        rows = jax.tree.leaves(jax.vmap(domain.unravel)(matrix))
-        blocks = [Rows(x) for x in rows]
-        jacobian = AtHand(domain, Structure.of(outputs), memory_budget, blocks)
-        return Linearisation(point, outputs, jacobian)
+from ._sums import Sums
 
 
 class HalfSquares(AbstractObjective):
@@ -97,19 +57,19 @@ class HalfSquares(AbstractObjective):
 class Minimum(NamedTuple):
     """The end of a run.
 
-    - `last`: the second value that `expand` returned at this point.
+    - `last`: the sums at this point.
     - `rows`: the history.
     """
 
     y: PyTree[Array]
-    last: Any
+    last: Sums
     result: optx.RESULTS
     rows: dict[str, np.ndarray]
 
 
 def minimise(
     solver: LevenbergMarquardt,
-    expand: Callable[[PyTree[Array]], tuple[Expansion, Any]],
+    sums: Callable[[PyTree[Array]], Sums],
     y: PyTree[Array],
     max_steps: int,
     show: Callable[[int, float], None],
@@ -121,16 +81,15 @@ def minimise(
     takes the fewest passes. Steps have no second-order correction, and no detours. Ctrl-C
     ends a run that has made a step, as `max_steps` does.
 
-    - `expand`: a function that makes a pass and returns the expansion at a point, and
-        anything else.
+    - `sums`: a function that makes a pass and returns the sums at a point.
     - `show`: a function that shows the number of steps and the loss.
     """
     damping = TrustRegion() if solver.damping is None else solver.damping
     if isinstance(damping, LongestStep):
         damping = dataclasses.replace(damping, detours=False)
     solver = dataclasses.replace(solver, damping=damping, acceleration=False)
-    here, last = expand(y)
-    state = solver.start(y, jax.eval_shape(Expansion.outputs, here))
+    here = sums(y)
+    state = solver.start(y, jax.eval_shape(Sums.outputs, here))
     none = _no_trial(solver, y, here, state)
     yes, no = jnp.array(True), jnp.array(False)
     rows: list[dict[str, np.ndarray]] = []
@@ -138,19 +97,18 @@ def minimise(
         while not state.is_over and len(rows) < max_steps:
             trial, _, ended = _step(solver, y, here, state, yes, none, here)
             # The verdict that the run is over needs no pass.
-            is_over, taken = state.settled and ended.terminate, (y, here, last)
+            is_over, taken = state.settled and ended.terminate, (y, here)
             while trial.tried.goes_on and not is_over:
-                at = trial.y
-                there, of_there = expand(at)
+                at, there = trial.y, sums(trial.y)
                 trial, takes, ended = _step(solver, y, here, state, no, trial, there)
                 if takes:
-                    taken = at, there, of_there
+                    taken = at, there
             if ended.counts.num_feature_updates > state.counts.num_feature_updates:
                 rows.append(jax.device_get(ended.row() | {"loss": here.loss}))
                 print_row(solver.verbose, rows[-1], jnp.array(len(rows)), jnp.array(True))
                 show(len(rows), float(here.loss))
                 if trial.tried.found:
-                    y, here, last = taken
+                    y, here = taken
             state = ended
     except KeyboardInterrupt:
         if not rows:
@@ -160,7 +118,7 @@ def minimise(
         result = optx.RESULTS.nonlinear_max_steps_reached
     names = rows[0] if rows else ()
     columns = {name: np.stack([row[name] for row in rows]) for name in names}
-    return Minimum(y, last, result, columns)
+    return Minimum(y, here, result, columns)
 
 
 class _Trial(NamedTuple):
@@ -179,7 +137,7 @@ def _proposed(trials: Trials, tried: TrialOutcome) -> _Trial:
 
 
 def _trials(
-    solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
+    solver: LevenbergMarquardt, y: PyTree[Array], here: Sums, state: State
 ) -> tuple[Linearisation, Trials]:
     lin = solver.placed(HalfSquares(), here.at(y, solver.memory_budget))
     return lin, solver.trials(HalfSquares(), lin, lambda y: lin.outputs, state.memory)
@@ -189,13 +147,13 @@ def _trials(
 def _step(
     solver: LevenbergMarquardt,
     y: PyTree[Array],
-    here: Expansion,
+    here: Sums,
     state: State,
     is_first: Bool[Array, ""],
     trial: _Trial,
-    there: Expansion,
+    there: Sums,
 ) -> tuple[_Trial, Bool[Array, ""], State]:
-    """Judge a trial, with the expansion `there`, and propose the next step. Return also
+    """Judge a trial, with the sums `there`, and propose the next step. Return also
     whether the judged step is the one to take so far, and the state of the run if nothing
     more is tried; before the first trial it says whether the run needs no step."""
     lin, trials = _trials(solver, y, here, state)
@@ -210,7 +168,7 @@ def _step(
 
 
 def _no_trial(
-    solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
+    solver: LevenbergMarquardt, y: PyTree[Array], here: Sums, state: State
 ) -> _Trial:
     """Return zeros that stand for a trial before the first one."""
 

@@ -16,7 +16,7 @@ from .._common._words import how_many
 from .._solver import LevenbergMarquardt
 from ..losses._robust import AbstractRobust
 from ._arrays import as_x
-from ._by_passes import Expansion, minimise, Minimum
+from ._by_passes import minimise, Minimum
 from ._curve import Curve, flat
 from ._likelihood import check_values
 from ._not_finite import NonFinite
@@ -117,7 +117,7 @@ def fitted_in_parts(
     assert isinstance(solver, LevenbergMarquardt)
     first = solver.admissible(start)
     with Bar(most, True) as bar:
-        minimum = minimise(solver, passes.expand, first, most, bar.show)
+        minimum = minimise(solver, passes.sums, first, most, bar.show)
     sums = unweighted = minimum.last
     if setting.is_robust:
         unweighted = passes.sums(minimum.y, unweighted=True)
@@ -129,10 +129,6 @@ def fitted_in_parts(
     end, found = _fitted(setting, minimum.y, first, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
-        "residuals": None,
-        "x": None,
-        "losses": None,
-        "ends": None,
         "result": end.judged(minimum.result),
         "history": rows and {"step": rows["num_feature_updates"], **rows},
         "num_steps": jnp.array(len(rows["loss"]) if rows else 0),
@@ -152,10 +148,6 @@ class _Passes:
         outputs = setting.curve.shapes(start, x)
         dtype = jax.eval_shape(flat, (outputs, y, start)).dtype
         self.nothing = Sums.of_nothing(_tree.size(start), dtype)
-
-    def expand(self, free: PyTree[Array]) -> tuple[Expansion, Sums]:
-        sums = self.sums(free)
-        return sums.expansion(), sums
 
     def sums(self, free: PyTree[Array], unweighted: bool = False) -> Sums:
         is_first = self.parts.num_points is None
@@ -219,9 +211,9 @@ def _fitted(
     is_seen: Array,
     nonfinite: NonFinite,
 ) -> tuple[Fitted, dict[str, Any]]:
-    here, jacobian = sums.expansion(), unweighted.expansion().jacobian
-    slope = _tree.Structure.of(parameters).unravel(here.gradient)
-    known = here.loss, slope, jacobian, is_seen, unweighted.totals, nonfinite
+    gradient = _tree.matmul(sums.jacobian.T, sums.residual)
+    slope, totals = _tree.Structure.of(parameters).unravel(gradient), unweighted.totals
+    known = sums.loss, slope, unweighted.jacobian, is_seen, totals, nonfinite
     return as_fitted(setting, parameters, start, *known)
 
 
@@ -234,16 +226,16 @@ def _seen(
     """Whether each parameter affects the curve. Where the linearisation does not tell,
     one or two passes do: a parameter without effect on the curve does not change the
     loss."""
-    parameters, loss = minimum.y, minimum.last.expansion().loss
+    parameters, loss = minimum.y, minimum.last.loss
     box = flat_box(passes.setting.solver.bounds, parameters)
-    jacobian = unweighted.expansion().jacobian
-    found = _doubts(passes.setting, parameters, start, jacobian, unweighted.totals)
+    known = unweighted.jacobian, unweighted.totals
+    found = _doubts(passes.setting, parameters, start, *known)
     y, unravel = _tree.ravel_pytree(parameters)
     stay = np.zeros(y.size, bool)
     for k in np.flatnonzero(found.asked):
         for size in (-found.steps[k], found.steps[k]):
             step = jnp.zeros_like(y).at[k].set(size)
             if not stay[k] and not box.is_left(y, step):
-                change = passes.sums(unravel(y + step)).expansion().loss - loss
+                change = passes.sums(unravel(y + step)).loss - loss
                 stay[k] = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
     return jnp.asarray(~np.asarray(found.is_lost) & ~stay)

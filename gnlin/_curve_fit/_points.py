@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from .._common._words import name_of
 
@@ -28,21 +28,19 @@ def num_of(like: PyTree, x: PyTree = None) -> tuple[int, int]:
 
 
 def by_point(
-    flags: Bool[np.ndarray, "*sets m"], like: PyTree, x: PyTree = None
-) -> PyTree[np.ndarray]:
+    flags: Bool[Array | np.ndarray, "*sets m"], like: PyTree, x: PyTree = None
+) -> PyTree:
     """Return, in the structure of y, which points have a marked number in the flattened
     y."""
     leaves, structure = jax.tree.flatten(like)
-    ends = np.cumsum([_num_numbers(leaf) for leaf in leaves])[:-1]
-    parts = zip(np.split(flags, ends, axis=-1), leaves, strict=True)
-    sets = flags.shape[:-1]
-
-    def of_leaf(part, leaf):
+    end, found = 0, []
+    for leaf in leaves:
+        begin, end = end, end + _num_numbers(leaf)
         shape = _shape_of_points(leaf, x)
-        of_each = part.shape[-1] // max(math.prod(shape), 1)
-        return part.reshape(*sets, *shape, of_each).any(axis=-1)
-
-    return structure.unflatten([of_leaf(*pair) for pair in parts])
+        of_each = (end - begin) // max(math.prod(shape), 1)
+        part = flags[..., begin:end].reshape(*flags.shape[:-1], *shape, of_each)
+        found.append(part.any(axis=-1))
+    return structure.unflatten(found)
 
 
 def total(flags: PyTree[np.ndarray]) -> int:

@@ -1,18 +1,21 @@
 """Sums over the points of a part: the loss to second order, and the statistics."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
+from .._common import _tree
 from .._common._quickly import quickly
-from .._linearisation._linearisation import linearise
+from .._jacobian import AtHand, Rows
+from .._linearisation._linearisation import Linearisation, linearise
 from ._arrays import in_each_leaf
-from ._by_passes import Expansion
-from ._curve import broadcast, Data, flat, unflattened, wholly_missing
+from ._curve import broadcast, Data, flat, wholly_missing
 from ._parts import Part
+from ._points import by_point
 from ._problem import FitSettings, Posed
 from ._statistics import Misfit
 from ._undetermined import Totals
@@ -46,19 +49,45 @@ class Faults(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the points.
+    r"""Sums over the points, which give the second-order expansion of the loss of p
+    parameters at one point.
 
-    - `triangle`: as in `Expansion`.
-    - `loss`: the sum, and its accumulated rounding error.
+    - `triangle`: the triangular factor $T$ of all whitened rows, with the residual as one
+        more column: $T^\top T = [\phi\ r]^\top[\phi\ r]$. Its first p columns stand for
+        the Jacobian, and its last one for the residual.
+    - `losses`: the sum of the losses, and its accumulated rounding error.
     """
 
     triangle: Float[Array, "p+1 p+1"]
-    loss: Float[Array, " 2"]
+    losses: Float[Array, " 2"]
     totals: Totals
     faults: Faults
 
-    def expansion(self) -> Expansion:
-        return Expansion(jnp.sum(self.loss), self.triangle)
+    @property
+    def loss(self) -> Scalar:
+        return jnp.sum(self.losses)
+
+    @property
+    def jacobian(self) -> Float[Array, "p p"]:
+        return self.triangle[:-1, :-1]
+
+    @property
+    def residual(self) -> Float[Array, " p"]:
+        return self.triangle[:-1, -1]
+
+    def outputs(self) -> PyTree[Array]:
+        """Return outputs whose loss, by `HalfSquares`, is `loss`."""
+        rest = self.loss - 0.5 * _tree.dot(self.residual, self.residual)
+        return {"residual": self.residual, "rest": rest}
+
+    def at(self, point: PyTree[Array], memory_budget: int) -> Linearisation:
+        """Return the linearisation of these outputs."""
+        outputs, domain = self.outputs(), _tree.Structure.of(point)
+        matrix = jnp.pad(self.jacobian, ((0, 1), (0, 0)))  # the rest is constant
+        rows = jax.tree.leaves(jax.vmap(domain.unravel)(matrix))
+        blocks = [Rows(x) for x in rows]
+        jacobian = AtHand(domain, _tree.Structure.of(outputs), memory_budget, blocks)
+        return Linearisation(point, outputs, jacobian)
 
     @staticmethod
     def of_nothing(num_parameters: int, dtype: jnp.dtype) -> "Sums":
@@ -97,7 +126,7 @@ def added(
         flags = [is_own & flag for flag in (*flags, *not_finite)]
         new = Sums(
             jnp.linalg.qr(jnp.concatenate([sums.triangle, rows]), mode="r"),
-            _compensated(sums.loss, loss),
+            _compensated(sums.losses, loss),
             jax.tree.map(jnp.add, sums.totals, totals),
             sums.faults.plus(flags, number, start),
         )
@@ -120,29 +149,32 @@ def _data(
 ) -> tuple[Data, list[Bool[Array, " n"]]]:
     """Return the data of a block, and the first three faults of each point. Points after
     `num_points` are padding, and missing."""
-    y = jax.tree.map(wholly_missing, y)
-    values, size = flat(y), len(jax.tree.leaves(y)[0])
-    errors = jnp.ones((), values.dtype)
+    size = len(jax.tree.leaves(y)[0])
+    # Integers and booleans are never missing.
+    unknown = [jnp.any((v != v).reshape(size, -1), axis=1) for v in jax.tree.leaves(x)]
+    is_unknown = functools.reduce(jnp.logical_or, unknown, jnp.zeros(size, bool))
+    is_used = (jnp.arange(size) < num_points) & ~is_unknown
+
+    def used(value: Array, otherwise: Any) -> Array:
+        return jnp.where(is_used.reshape(-1, *(1,) * (value.ndim - 1)), value, otherwise)
+
+    # A missing x is replaced by that of another point.
+    x = jax.tree.map(lambda v: used(v, v[jnp.argmax(is_used)]), x)
+    is_float = lambda v: jnp.issubdtype(v.dtype, jnp.inexact)
+    floats = jax.tree.map(lambda v: v if is_float(v) else v.astype(float), y)
+    values = flat(jax.tree.map(lambda v: wholly_missing(used(v, jnp.nan)), floats))
+    errors, wrong = jnp.ones((), values.dtype), jnp.zeros(size, bool)
     if sigma is not None:
         each = jax.tree.map(broadcast, in_each_leaf(sigma, y), y)
         errors = flat(each).astype(values.dtype)
-    values = jnp.where(jnp.isinf(errors), 0, values)  # left out, whatever its y
-    # Integers and booleans are never missing.
-    is_unknown = _any_of([v != v for v in jax.tree.leaves(x)], size)
-    is_missing = is_unknown | _by_point(jnp.isnan(values), y)
-    # A missing x is replaced by that of another point.
-    is_used = (jnp.arange(size) < num_points) & ~is_unknown
-    other = jnp.argmax(is_used)
-    x = jax.tree.map(lambda v: jnp.where(_along(is_used, v), v, v[other]), x)
-    counted = _by_entry(is_used, y) & ~jnp.isnan(values)
-    wrong = jnp.zeros(size, bool)
-    if sigma is not None:
+        values = jnp.where(jnp.isinf(errors), 0, values)  # left out, whatever its y
         # Entry by entry, since another one of the same point may be missing.
-        wrong = ~is_unknown & _by_point(~(errors > 0) & ~jnp.isnan(values), y)
-        counted &= jnp.isfinite(errors)
+        wrong = _by_point(~(errors > 0) & ~jnp.isnan(values), y)
+    is_missing = is_unknown | _by_point(jnp.isnan(values), y)
+    flags = [is_missing, _by_point(jnp.isinf(values), y), wrong]
+    counted = ~jnp.isnan(values) & jnp.isfinite(errors)
+    if sigma is not None:
         errors = jnp.where(counted, errors, 1)
-    infinite = ~is_unknown & _by_point(jnp.isinf(values), y)
-    flags = [is_missing, infinite, wrong]
     values = jnp.where(counted, values, 0)
     return Data(x, values, errors, counted.astype(values.dtype)), flags
 
@@ -157,7 +189,7 @@ def _of_block(
     """Return the whitened rows of a block with their residual, its loss and totals, and
     the last two faults of each point."""
     posed = Posed.of(setting, data)
-    lin = linearise(lambda free, _: posed.outputs(posed.variables(free)), free)
+    lin = linearise(posed.at, free)
     here, jacobian = Misfit.of(posed, lin.outputs, has_noise=unweighted), lin.matrix()
     of_derivative = jnp.any(~jnp.isfinite(jacobian), axis=1)
     flags = [_by_point(flag, y) for flag in (~jnp.isfinite(lin.outputs), of_derivative)]
@@ -166,25 +198,6 @@ def _of_block(
     return both, posed.loss.value(lin.outputs, posed.target), here.totals, flags
 
 
-def _along(rows: Bool[Array, " n"], like: Array) -> Bool[Array, "n ..."]:
-    return rows.reshape(-1, *(1,) * (like.ndim - 1))
-
-
-def _any_of(flags: list[Array], size: int) -> Bool[Array, " n"]:
-    """Return the points that any of the flags marks."""
-    found = jnp.zeros(size, bool)
-    for flag in flags:
-        found |= jnp.any(flag.reshape(size, -1), axis=1)
-    return found
-
-
 def _by_point(flags: Bool[Array, " m"], y: PyTree[Array]) -> Bool[Array, " n"]:
     """Return the points that have a marked entry in the flattened y."""
-    leaves = jax.tree.leaves(unflattened(flags.astype(float), y))
-    return _any_of([leaf != 0 for leaf in leaves], len(leaves[0]))
-
-
-def _by_entry(flags: Bool[Array, " n"], y: PyTree[Array]) -> Bool[Array, " m"]:
-    """Mark all entries of the flattened y that belong to these points."""
-    each = jax.tree.map(lambda v: broadcast(_along(flags, v).astype(float), v), y)
-    return flat(each) != 0
+    return functools.reduce(jnp.logical_or, jax.tree.leaves(by_point(flags, y)))
