@@ -40,49 +40,35 @@ def of_own_values(fit: "CurveFit") -> str:
         return ""
     y, missing = np.asarray(data.y), np.asarray(data.counted) == 0
     leaves = jax.tree_util.tree_leaves_with_path(data.x)
-    end = 0
+    end, number = 0, len(leaves)
     for which, like in enumerate(jax.tree.leaves(fit._like_y())):
         begin, end = end, end + like.size * (1 + jnp.iscomplexobj(like))
         for place, (path, x) in enumerate(leaves):
             if x.shape != like.shape or x.dtype != like.dtype:
                 continue
-            same = _parts(x) == y[begin:end]  # NumPy, which has less overhead
+            row: Any = np.ascontiguousarray(x).ravel()  # NumPy, which has less overhead
+            same = row.view(row.real.dtype) == y[begin:end]
             if not x.size or not np.all(same | missing[begin:end]):
                 continue
-            if not _read(setting.curve, len(leaves))[place]:
+            f = setting.curve.f  # its last arguments are the arrays of x
+            if isinstance(f, Program) and not are_read(f.traced.jaxpr)[place - number]:
                 continue
             assert fit.residuals is not None  # the data are in memory
             if not np.max(np.abs(fit.residuals)) > rounding(data):
                 return ""
-            given = setting.curve, fit._free, data.x
+            given = setting.curve, fit._end.parameters, data.x
             probes = (np.asarray(a, float) for a in _probed(*given, place, which))
-            if (number := _degrees(*probes)) > 0:
-                return _told(f"x{jax.tree_util.keystr(path)}", number)
+            if (trace := _degrees(*probes)) > 0:
+                name = f"x{jax.tree_util.keystr(path)}"
+                degrees = how_many(max(round(trace), 1), "degree")
+                return (
+                    f"`f` reads `y`, as `{name}`, and computes each value from itself, "
+                    f"which uses up about {degrees} of freedom that are not counted: the "
+                    "standard errors, `degrees_of_freedom`, `aic` and `bic` are wrong, "
+                    "so pass what `f` fits to `y` inside, such as linear amplitudes, as "
+                    "parameters in `start`"
+                )
     return ""
-
-
-def _parts(x: Array) -> np.ndarray:
-    """Return the numbers of an array in a row, a complex number as its two parts."""
-    row: Any = np.ascontiguousarray(x).ravel()
-    return row.view(row.real.dtype)
-
-
-def _told(name: str, number: float) -> str:
-    degrees = how_many(max(round(number), 1), "degree")
-    return (
-        f"`f` reads `y`, as `{name}`, and computes each value from itself, which uses up "
-        f"about {degrees} of freedom that are not counted: the standard "
-        "errors, `degrees_of_freedom`, `aic` and `bic` are wrong, so pass what `f` "
-        "fits to `y` inside, such as linear amplitudes, as parameters in `start`"
-    )
-
-
-def _read(curve: Curve, number: int) -> list[bool]:
-    """Whether the curve depends on each of the arrays of x, as far as is known."""
-    if not isinstance(curve.f, Program):
-        return [True] * number
-    of_all = are_read(curve.f.traced.jaxpr)
-    return of_all[len(of_all) - number :]
 
 
 def _degrees(traces: np.ndarray, sums: np.ndarray, squares: np.ndarray) -> float:
