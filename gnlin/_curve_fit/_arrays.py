@@ -1,7 +1,6 @@
 """Conversion of what users pass, such as lists and data frames, to arrays."""
 
 import datetime
-import warnings
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from .._common import _tree
 from .._common._checks import to_jax
+from .._common._warn import warn
 
 
 _TIMES = datetime.date, datetime.time, datetime.timedelta
@@ -104,8 +104,8 @@ _MOST_ROUNDED = 1e-4
 
 
 def warn_of_rounding(**data: PyTree[Any]) -> None:
-    """Warn the caller of `curve_fit` if single precision loses too much of an array, such
-    as dates that are counted from a time long ago.
+    """Warn the user if single precision loses too much of an array, such as dates that
+    are counted from a time long ago.
 
     - `data`: x and y, by their names.
     """
@@ -123,11 +123,10 @@ def warn_of_rounding(**data: PyTree[Any]) -> None:
             continue
         error, span = np.max(np.abs(value - value.astype(single))), np.ptp(value)
         if error > _MOST_ROUNDED * span > 0:
-            warnings.warn(
+            warn(
                 f"`gnlin.curve_fit`: single precision rounds `{name}` by {error:.2g}, "
                 f"and its range is {span:.2g}: subtract an offset before the call, or "
-                "set `jax_enable_x64`.",
-                stacklevel=3,
+                "set `jax_enable_x64`."
             )
 
 

@@ -1,7 +1,6 @@
 """`curve_fit`, the function that users call to fit a curve."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +19,7 @@ from .._common._checks import (
     check_one_of,
     is_traced,
 )
+from .._common._warn import warn
 from .._linearisation._bounds import check_start
 from .._linearisation._recognised import check_not_one
 from .._linearisation._retraction import check_still, Retraction
@@ -247,8 +247,8 @@ def _as_curve_fit(
     end: Fitted,
     found: dict[str, Any],
 ) -> CurveFit:
-    """Build the result from the end of a run and the public fields, which were `found`.
-    This function warns the caller of `curve_fit` if something is wrong with the fit."""
+    """Build the result from the end of a run and the public fields, which were `found`,
+    and warn the user if something is wrong with the fit."""
     if found["history"] is not None:
         found |= {"history": History(found["history"])}
     if setting.many or is_traced(end.loss):
@@ -264,7 +264,7 @@ def _as_curve_fit(
     known = {"_curve": curve, "_start": start, "_setting": setting, "_data": data}
     fit = CurveFit(**found, **known, _end=end, _hidden=unseen)
     if said := fit.complaint():
-        warnings.warn(said, stacklevel=3)
+        warn(said)
     return fit
 
 

@@ -212,9 +212,9 @@ def _of_bent(fit: "CurveFit") -> str:
     is_plain = setting.solver.retraction is None and not setting.is_robust
     if data is None or data.sigma_x is not None or setting.likelihood or not is_plain:
         return ""
-    if (step := bent(setting, data, fit._free, fit._end)) is None:
+    if (step := bent(setting, data, fit._end)) is None:
         return ""
-    (way,) = described(step[None], fit.names, fit._start, fit._free)
+    (way,) = described(step[None], fit._start, fit._end.parameters)
     return (
         "within the standard errors the curve is far from linear, as at a minimum where "
         f"two solutions meet, in the direction of {way}, so that these errors mean "

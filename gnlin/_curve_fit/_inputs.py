@@ -1,7 +1,6 @@
 """Missing points, and the errors of x and y: checks, and their conversion to one
 form."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common._checks import is_traced
 from .._common._complex import check_real
+from .._common._warn import warn
 from ._arrays import as_floats, in_each_leaf
 from ._curve import broadcast, Curve, Data, wholly_missing
 from ._values import Values
@@ -205,11 +205,10 @@ def _warn_of_covariance(sigma: Any) -> None:
     if not (np.all(np.isfinite(given)) and _is_symmetric(given)):
         return
     if np.all(np.linalg.eigvalsh(given) > 0):
-        warnings.warn(
+        warn(
             f"`sigma` of the shape {np.shape(sigma)} is read as the standard deviation "
             f"of each point of {len(sigma)} data sets: for a covariance that they share, "
-            "pass `sigma[None]`.",
-            stacklevel=6,
+            "pass `sigma[None]`."
         )
 
 

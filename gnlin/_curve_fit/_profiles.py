@@ -1,6 +1,5 @@
 """Confidence intervals from the profile likelihood."""
 
-import warnings
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
@@ -12,6 +11,7 @@ from jaxtyping import Bool, PyTree
 from .._common import _tree
 from .._common._checks import as_scalar
 from .._common._progress import Bar
+from .._common._warn import warn
 from .._common._words import by_name, how_many, rounded
 from ._curve import Data, rounding
 from ._problem import flat_box
@@ -259,6 +259,5 @@ def profiles(
     if bounded:
         lost.append(f"{'; '.join(bounded)}. With wider bounds it may be elsewhere.")
     if lost:
-        # The callers are the method, Equinox's wrapper and the user's line.
-        warnings.warn(" ".join(lost), stacklevel=4)
+        warn(" ".join(lost))
     return Interval(of_all(low), of_all(high))

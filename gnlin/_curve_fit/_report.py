@@ -78,7 +78,7 @@ def _how_many(fit: "CurveFit") -> str:
 
 def _how_well(fit: "CurveFit") -> list[str]:
     number = round(float(fit.degrees_of_freedom))
-    dof = f"({number} {'degree' if number == 1 else 'degrees'} of freedom)"
+    dof = f"({how_many(number, 'degree')} of freedom)"
     criteria = f", AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}"
     criteria = "" if np.isnan(fit.aic) else criteria
     chi_squared = float(fit.chi_squared)

@@ -155,11 +155,7 @@ class CurveFit(eqx.Module):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the free parameters, one for each entry."""
-        return names_of(self._free)
-
-    @property
-    def _free(self) -> PyTree:
-        return self._end.parameters
+        return names_of(self._end.parameters)
 
     def undetermined(self) -> list[str]:
         """Describe the directions in which the parameters do not change the curve: first
@@ -170,7 +166,7 @@ class CurveFit(eqx.Module):
         directions = apart(self._end.covariance)
         seen = self._hidden.missing | self._hidden.vanishing  # These change the curve.
         directions = directions[~np.any(directions[:, seen], axis=1)]
-        return described(directions, self.names, self._start, self._free)
+        return described(directions, self._start, self._end.parameters)
 
     def band(self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None) -> Band:
         """Return the curve at any x with its confidence interval, by linear propagation

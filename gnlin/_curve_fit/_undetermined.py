@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar
 from .._common import _tree
 from .._common._quickly import quickly
 from .._common._tree import ravel_pytree
-from .._common._words import how_many, name_of
+from .._common._words import how_many, name_of, names_of
 from .._linear_algebra._covariance import Covariance
 from ._curve import Data
 from ._problem import FitSettings, flat_box, Posed
@@ -143,9 +143,7 @@ def seen(
     return ~found.is_lost & ~(found.asked & stay)
 
 
-def bent(
-    setting: FitSettings, data: Data, parameters: PyTree[Array], end: Any
-) -> np.ndarray | None:
+def bent(setting: FitSettings, data: Data, end: Any) -> np.ndarray | None:
     """Return a step by one standard error, or to the bounds, that changes the curve far
     more than the linearisation predicts, or `None`. There is one at a minimum where a
     singular value vanishes. The curve is evaluated only if an error exceeds its parameter
@@ -153,6 +151,7 @@ def bent(
 
     - `end`: the `Fitted` of one data set, fitted by squared error.
     """
+    parameters = end.parameters
     best = np.asarray(ravel_pytree(parameters)[0])
     factor = np.asarray(end.covariance.factor) * np.sqrt(np.asarray(end.variance))
     errors = np.linalg.norm(factor, axis=-1)
@@ -210,15 +209,13 @@ def apart(known: Covariance) -> np.ndarray:
     return reduced[np.lexsort((order[:rank], are_many))] / units
 
 
-def described(
-    directions: np.ndarray, names: tuple[str, ...], start: PyTree, end: PyTree
-) -> list[str]:
+def described(directions: np.ndarray, start: PyTree, end: PyTree) -> list[str]:
     """Describe directions of the parameters, as in "a by 1 and b by -2", or "c by -1 and
     all 200 of fe by 1". The parameter that moves most moves by 1, or by the size of its
     start."""
     starts, ends = (np.abs(ravel_pytree(p)[0]) for p in (start, end))
     steps, units = _sizes(starts), _sizes(np.maximum(starts, ends))
-    arrays = _arrays(start)
+    arrays, names = _arrays(start), names_of(end)
     found = []
     for direction in directions:
         sizes = np.abs(direction / units)
