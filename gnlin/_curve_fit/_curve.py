@@ -159,8 +159,8 @@ def rounding(data: Data) -> Scalar:
 
 def whitened(values: Float[Array, " m"], data: Data) -> Float[Array, " m"]:
     """Divide by the standard deviations, or by the factor of the covariance."""
+    values = jnp.where(data.counted > 0, values, 0)
     if data.sigma.ndim == 2:
-        values = jnp.where(data.counted > 0, values, 0)
         return jax.scipy.linalg.solve_triangular(data.sigma, values, lower=True)
-    values = jnp.where(data.counted > 0, values, 0) / data.sigma
+    values /= data.sigma
     return values if data.spread is None else values / data.spread

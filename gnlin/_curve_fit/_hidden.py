@@ -62,16 +62,13 @@ def hidden(
     The curve is evaluated only if a column of the Jacobian seems to be zero, and after
     the compiled fit, whose program does not grow."""
     flags = end.covariance.determined
-    none = Hidden(*np.zeros((3, *flags.shape), bool), stuck=False)
+    none = Hidden(*np.zeros((3, *flags.shape), bool))
     # Steps of a retraction are not differences of parameters.
     is_refused = setting.many or setting.solver.retraction is not None
     if data is None or is_refused or is_traced((end, data, setting)):
         return none
-    found = ~np.asarray(flags)
-    if not found.any():
-        return none
-    # A parameter that is a part of an undetermined direction has entries here.
-    found &= ~np.any(np.asarray(end.covariance.factor), axis=-1)
+    # A parameter that is a part of an undetermined direction has entries in the factor.
+    found = ~np.asarray(flags) & ~np.any(np.asarray(end.covariance.factor), axis=-1)
     asked = np.flatnonzero(found)
     if not asked.size:
         return none
