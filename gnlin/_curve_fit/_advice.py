@@ -68,8 +68,12 @@ def num_starts(fit: "CurveFit") -> int:
 
 def starts_at_best(fit: "CurveFit") -> int:
     """Return how many of the starts of one data set reached the best loss."""
-    losses = np.asarray(fit.losses)
-    most = losses[0] + _ALIKE * abs(losses[0]) + _rounding(fit)
+    assert fit._data is not None  # fits in parts have one start
+    losses, of_one = np.asarray(fit.losses), float(rounding(fit._data))
+    is_square = fit._setting.likelihood is None
+    # The loss that rounding of y alone may leave
+    least = float(fit._end.num_points) * (0.5 * of_one**2 if is_square else of_one)
+    most = losses[0] + _ALIKE * abs(losses[0]) + least
     return int(np.sum(losses <= most))
 
 
@@ -106,11 +110,3 @@ def _box(fit: "CurveFit") -> tuple[np.ndarray, np.ndarray]:
     """Return the bounds of the free parameters of one data set, flat."""
     box = flat_box(fit._setting.solver.bounds, fit._end.parameters)
     return np.asarray(box.lower), np.asarray(box.upper)
-
-
-def _rounding(fit: "CurveFit") -> float:
-    """Return the loss that rounding of y alone may leave."""
-    assert fit._data is not None  # fits in parts have one start
-    of_one, number = float(rounding(fit._data)), float(fit._end.num_points)
-    is_square = fit._setting.likelihood is None
-    return number * (0.5 * of_one**2 if is_square else of_one)

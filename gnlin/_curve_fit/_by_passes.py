@@ -90,7 +90,8 @@ def minimise(
     solver = dataclasses.replace(solver, damping=damping, acceleration=False)
     here = sums(y)
     state = solver.start(y, jax.eval_shape(Sums.outputs, here))
-    none = _no_trial(solver, y, here, state)
+    # Zeros stand for a trial before the first one.
+    none = _tree.zeros_like(eqx.filter_eval_shape(_first_trial, solver, y, here, state))
     yes, no = jnp.array(True), jnp.array(False)
     rows: list[dict[str, np.ndarray]] = []
     try:
@@ -157,8 +158,7 @@ def _step(
     whether the judged step is the one to take so far, and the state of the run if nothing
     more is tried; before the first trial it says whether the run needs no step."""
     lin, trials = _trials(solver, y, here, state)
-    last, proposal, _ = trial
-    judged, takes = trials.judged(last, proposal, there.outputs())
+    judged, takes = trials.judged(trial.tried, trial.proposal, there.outputs())
     tried = _tree.where(is_first, trials.begun(), judged)
     trial = _proposed(trials, tried)
     left = _tree.where(is_first, trial.proposal.step, tried.step)
@@ -167,14 +167,8 @@ def _step(
     return trial, takes & ~is_first, ended
 
 
-def _no_trial(
+def _first_trial(
     solver: LevenbergMarquardt, y: PyTree[Array], here: Sums, state: State
 ) -> _Trial:
-    """Return zeros that stand for a trial before the first one."""
-
-    def first(y, here, state):
-        _, trials = _trials(solver, y, here, state)
-        return _proposed(trials, trials.begun())
-
-    shapes = eqx.filter_eval_shape(first, y, here, state)
-    return _tree.zeros_like(shapes)
+    _, trials = _trials(solver, y, here, state)
+    return _proposed(trials, trials.begun())

@@ -3,7 +3,6 @@ of an image have. In the flattened y a point may be several numbers, such as the
 the imaginary part of a complex number."""
 
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +51,15 @@ def listed(flags: PyTree[np.ndarray], most: int) -> str:
     """Return the indices of marked points in words, at most so many for each array of
     y."""
 
-    def each() -> Iterator[str]:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(flags):
-            if leaf.any():
-                rows = np.argwhere(leaf).tolist()
-                words = [str(row[0] if len(row) == 1 else tuple(row)) for row in rows]
-                more = ", ..." if len(words) > most else ""
-                of = f" of `{name_of(path)}`" if path else ""
-                yield ", ".join(words[:most]) + more + of
-
-    return "; ".join(each())
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(flags):
+        if leaf.any():
+            rows = np.argwhere(leaf).tolist()
+            words = [str(row[0] if len(row) == 1 else tuple(row)) for row in rows]
+            more = ", ..." if len(words) > most else ""
+            of = f" of `{name_of(path)}`" if path else ""
+            found.append(", ".join(words[:most]) + more + of)
+    return "; ".join(found)
 
 
 def place_of(entry: int, like: PyTree) -> tuple[str, Index, Index]:

@@ -242,16 +242,13 @@ class _Part(NamedTuple):
     """Entries of one array that move alike, or one of them.
 
     - `place`: the first of them, in the order of all parameters.
+    - `weight`: their number times the largest move.
     """
 
     words: str
     number: int
     place: int
-    size: float
-
-    @property
-    def weight(self) -> float:
-        return self.number * self.size
+    weight: float
 
 
 def _arrays(tree: PyTree) -> list[tuple[str, bool, np.ndarray]]:
@@ -286,7 +283,8 @@ def _parts(
             of = f"{len(group)} of {len(places)}"
             of = f"all {len(group)}" if len(group) == len(places) else of
             words = f"{of} of {array} by {moves[group[0]]:.3g}"
-            parts.append(_Part(words, len(group), min(group), max(sizes[group])))
+            weight = len(group) * max(sizes[group])
+            parts.append(_Part(words, len(group), min(group), weight))
     return parts
 
 
