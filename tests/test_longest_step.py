@@ -260,6 +260,28 @@ def test_the_undamped_step_is_halved_until_it_keeps_its_promise(seed):
     assert end.stats["num_rejected_steps"] == num_rejected
 
 
+@pytest.mark.parametrize(("curvature", "most"), [(1.2, 7), (1.7, 12), (1.9, 24)])
+def test_undamped_steps_that_go_past_a_minimum_are_shortened(curvature, most):
+    # The residuals (x + 1, a x^2 + x - 1), with a minimum of loss 1 at x = 0, are example
+    # 3.4 of K. Madsen, H. B. Nielsen and O. Tingleff, Methods for non-linear least squares
+    # problems (2004). There the loss has 1 - a times the curvature of the linearised
+    # problem.
+    a = 1 - curvature
+
+    def residuals(x, args):
+        return jnp.stack([x + 1, a * x**2 + x - 1])
+
+    x, by_undamped_steps = 0.1, 0
+    while abs(x) > 1e-9:
+        slope = np.array([1, 2 * a * x + 1])
+        x -= slope @ np.asarray(residuals(x, None)) / (slope @ slope)
+        by_undamped_steps += 1
+    solver = gnlin.LevenbergMarquardt(rtol=1e-9, atol=1e-9)
+    solution = optx.least_squares(residuals, solver, jnp.array(0.1), max_steps=100)
+    assert abs(solution.value) < 1e-8
+    assert solution.stats["num_steps"] <= most < 0.6 * by_undamped_steps
+
+
 def test_three_points_that_no_exponential_meets():
     """A longer first step ends at a straight line, with infinite parameters."""
     f = lambda p, x: p[0] * jnp.exp(-p[1] * x) + p[2]
