@@ -13,19 +13,12 @@ from .._common._complex import check_real
 from .._common._convolutions import channels_last
 from .._common._cost import num_flops
 from .._common._passes import Passes
-from .._common._tree import on_one_cpu, Structure
+from .._common._tree import Structure
 from ._at_hand import AtHand
 from ._base import AbstractJacobian, multiplied, summed_over
 from ._block import AbstractBlock, Rows
 from ._cost import Cost
 from ._directions import Direction
-
-
-# On a CPU, columns of at least this length are made one after the other. XLA would copy
-# the tangent passes, with what the forward pass had left, into each use of the columns.
-# With 5 and 20 parameters, an outer step of Levenberg-Marquardt takes 0.5 to 0.65 of the
-# time for 300 residuals, and 0.4 to 0.9 for 3,000 to 300,000.
-_LONG = 256
 
 
 class AbstractByPasses(AbstractJacobian):
@@ -60,8 +53,7 @@ class AbstractByPasses(AbstractJacobian):
             p = self.domain.size
             column = lambda v: self.push_forward(self.domain.unravel(v))
             basis = jnp.eye(p, dtype=self.domain.dtype)
-            in_turn = self.codomain.size >= _LONG and on_one_cpu()
-            columns = (jax.lax.map if in_turn else self.chunked)(column, basis)
+            columns = self.chunked(column, basis)
             blocks = AtHand.of_columns(self, columns).blocks()
         else:
             basis = jnp.eye(self.codomain.size, dtype=self.codomain.dtype)
