@@ -1648,6 +1648,15 @@ class Solved(eqx.Module):
         ({"sigma": np.inf}, "all of `sigma` is infinite"),
         ({"sigma": np.ones(7)}, "`sigma` must be one number, have the shape of `y`"),
         ({"sigma": -np.eye(50)}, "must be positive definite"),
+        # The last two points are one, up to rounding and in another unit.
+        (
+            {
+                "sigma": np.diag(np.r_[np.ones(48), 1, 4 + 1e-14])
+                + np.diag(np.r_[np.zeros(48), 2], 1)
+                + np.diag(np.r_[np.zeros(48), 2], -1)
+            },
+            "must not be singular",
+        ),
         (
             {
                 "f": lambda p, x: {"b": decay(p, x), "a": jax.lax.complex(p["a"], x)},

@@ -108,6 +108,22 @@ def test_steps_of_starts():
 
 
 @pytest.mark.slow
+def test_rounds_go_on_until_the_scale_is_settled():
+    # Eight of 25 points are outliers. The scale moves by 1.5 % after five rounds.
+    rng = np.random.default_rng(8)
+    x = np.column_stack([np.ones(25), rng.normal(size=25)])
+    y = x @ [1, 2] + rng.standard_t(2, size=25)
+    y[:8] += 12
+    fit = gnlin.curve_fit(lambda p, x: x @ p, x, y, np.zeros(2), loss=HUBER)
+    p = np.linalg.lstsq(x, y, rcond=None)[0]
+    for _ in range(3000):  # reweighted least squares, with the scale of each step
+        scale = np.median(np.abs(y - x @ p)) / 0.674489750196
+        weight = np.sqrt(np.minimum(1, 1.345 * scale / np.abs(y - x @ p)))
+        p = np.linalg.lstsq(weight[:, None] * x, weight * y, rcond=None)[0]
+    np.testing.assert_allclose(fit.scale, scale, rtol=2e-3)
+    assert np.all(np.abs(fit.parameters - p) < 2e-3 * fit.standard_errors)
+
+
 def test_inside_jit():
     y = data()
     outside = gnlin.curve_fit(decay, X, y, START, loss=HUBER)

@@ -849,7 +849,12 @@ MISTAKES = {
     "array of NumPy": ({"data": np.asarray(X)}, "must be a tuple of arrays"),
     "batches by name": (
         {"data": [{"image": X, "label": T}], "batch_size": None},
-        "or an iterable of such batches, but it holds a dictionary of 'image', 'label'",
+        "or an iterable of such batches, but it holds a dictionary of 'image', 'label': "
+        r"pass `\[\(b\['image'\], b\['label'\]\) for b in data\]`",
+    ),
+    "a tuple of batches": (
+        {"data": ((X, T), (X, T), (X, T)), "batch_size": None},
+        r"but a tuple of tuples was given: put batches into a list, `list\(data\)`",
     ),
     "batch of four": ({"data": [(X, T, T, T)], "batch_size": None}, "must be a pair"),
     "four arrays": ({"data": (X, T, T, T)}, "must be a pair"),

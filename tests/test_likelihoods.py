@@ -176,7 +176,8 @@ def test_a_rate_that_falls_to_zero_at_a_point_without_counts():
     counts = np.array([0, 1, 3, 2, 5, 4, 7, 6])
     loss = gnlin.losses.PoissonNLL(log_input=False)
     with pytest.warns(UserWarning, match="the rate falls to 0 at point 0"):
-        gnlin.curve_fit(line, x, counts, start, loss=loss)
+        fit = gnlin.curve_fit(line, x, counts, start, loss=loss)
+    assert fit.reason in fit.complaint()
     gnlin.curve_fit(line, x, counts, start, loss=loss, bounds={"a": (1e-3, None)})
     # In the tail of a peak the rate is as small, but no parameter lowers it.
     gnlin.curve_fit(

@@ -263,9 +263,9 @@ def test_the_undamped_step_is_halved_until_it_keeps_its_promise(seed):
 @pytest.mark.parametrize(("curvature", "most"), [(1.2, 7), (1.7, 12), (1.9, 24)])
 def test_undamped_steps_that_go_past_a_minimum_are_shortened(curvature, most):
     # The residuals (x + 1, a x^2 + x - 1), with a minimum of loss 1 at x = 0, are example
-    # 3.4 of K. Madsen, H. B. Nielsen and O. Tingleff, Methods for non-linear least squares
-    # problems (2004). There the loss has 1 - a times the curvature of the linearised
-    # problem.
+    # 3.4 of K. Madsen, H. B. Nielsen and O. Tingleff, Methods for non-linear least
+    # squares problems (2004). There the loss has 1 - a times the curvature of the
+    # linearised problem.
     a = 1 - curvature
 
     def residuals(x, args):

@@ -355,6 +355,8 @@ def test_the_table_of_a_run(tmp_path):
         np.testing.assert_array_equal(read[name], history[name])
     with pytest.raises(AttributeError, match="no column 'epoch'; it has step, loss, "):
         _ = history.epoch
+    with pytest.raises(AttributeError, match=r"history.to_pandas\(\).plot\("):
+        _ = history.plot
     assert pickle.loads(pickle.dumps(history)).columns == history.columns
 
 

@@ -103,7 +103,10 @@ class History(eqx.Module, Mapping[str, Any]):
         try:
             return self[name]
         except KeyError as error:
-            raise AttributeError(error.args[0]) from None
+            said = error.args[0]
+            if name == "plot":
+                said += ' For a picture: `history.to_pandas().plot(x="step", y="loss")`.'
+            raise AttributeError(said) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

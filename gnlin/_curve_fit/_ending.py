@@ -57,7 +57,7 @@ def reason(fit: "CurveFit") -> str:
     converged = f"converged in {how_many(int(fit.num_steps), 'step')}"
     if _FAR < (distance := float(fit._end.distance)) <= NEAR:
         converged += f", to within {distance:.1g} standard errors"
-    return _without_maximum(fit) or _failure(fit) or converged
+    return _without_maximum(fit) or _at_edge(fit) or _failure(fit) or converged
 
 
 def _failure(fit: "CurveFit") -> str:
@@ -131,6 +131,21 @@ def _without_maximum(fit: "CurveFit") -> str:
     )
 
 
+def _at_edge(fit: "CurveFit") -> str:
+    """Return what to do if the fit of one data set ended where a rate is zero, or ""."""
+    if (point := int(fit._end.edge)) < 0:
+        return ""
+    place = f"at point {point}"
+    if fit._data is not None:
+        place, *_ = place_of(point, fit._like_y())
+    bounds = bounded(fit, words=" that keep the rate positive")
+    return (
+        f"the rate falls to 0 {place}, where the count is 0. The fit ends somewhere on "
+        f"this edge, and its errors mean nothing: {bounds}, or let `f` return the "
+        "logarithm of the rate, and use `gnlin.losses.PoissonNLL()`"
+    )
+
+
 def some_directions(fit: "CurveFit", separator: str) -> str:
     """Describe some of the directions in which the parameters do not change the curve."""
     found = fit.undetermined()
@@ -145,19 +160,8 @@ def complaint(fit: "CurveFit") -> str:
         return ""
     if fit._setting.many:
         return _complaint_of_many(fit)
-    if why := _without_maximum(fit):
+    if why := _without_maximum(fit) or _at_edge(fit):
         return f"`gnlin.curve_fit`: {why}."
-    if (point := int(fit._end.edge)) >= 0:
-        place = f"at point {point}"
-        if fit._data is not None:
-            place, *_ = place_of(point, fit._like_y())
-        bounds = bounded(fit, words=" that keep the rate positive")
-        return (
-            f"`gnlin.curve_fit`: the rate falls to 0 {place}, where the count is 0. The "
-            "fit ends somewhere on this edge, and its errors mean nothing: "
-            f"{bounds}, or let `f` return the logarithm of the rate, and use "
-            "`gnlin.losses.PoissonNLL()`."
-        )
     if failure := _failure(fit):
         if fit.losses is not None:
             starts = how_many(fit.losses.size, "start")

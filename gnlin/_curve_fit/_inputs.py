@@ -190,7 +190,14 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
         return factor
     symmetric = np.all(np.isfinite(given)) and _is_symmetric(given)
     if symmetric and np.all(np.isfinite(factor)):
-        return factor
+        # The part of each variance that the entries before do not determine.
+        left, whole = (np.diagonal(x, 0, -2, -1) for x in (factor, given))
+        if np.all(left**2 > m * np.finfo(given.dtype).eps * whole):
+            return factor
+        raise ValueError(
+            "`sigma` is a covariance and must not be singular, but to rounding some "
+            "points of y determine another one: leave out points that repeat others."
+        )
     must = "positive definite" if symmetric else "symmetric and finite"
     if np.any(np.diagonal(np.asarray(sigma).reshape(m, m)) != np.diagonal(given)):
         must += f" in {given.dtype}: take other units of y, or double precision"

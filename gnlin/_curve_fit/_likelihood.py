@@ -107,7 +107,8 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
         raise ValueError(
             f"`sigma` is for normal noise, and `{type(loss).__name__}` already implies "
             "the spread of y: leave `sigma` out. To leave out a point, make its y NaN, "
-            "and pass `nan_policy='omit'`."
+            "and pass `nan_policy='omit'`; to weight points, multiply the loss by an "
+            "array in a loss of your own."
         )
     return loss if isinstance(loss, AbstractElementwiseLoss) else PerPoint(loss=loss)
 

@@ -114,7 +114,9 @@ def fit(
         the quadratic form.
     - `state`, `filter_spec`, `axis_name`, `part_size`: the model's state, the leaves to
         train, the name of the batch axis, and the number of examples whose activations
-        are in memory at the same time, as in [`gnlin.solve`][].
+        are in memory at the same time, as in [`gnlin.solve`][]. Parts change the
+        rounding, which conjugate gradients amplify, so that runs with and without them
+        differ visibly after some steps.
     - `callbacks`: callbacks of `gnlin.callbacks`, or your own. At each event,
         callbacks with `columns` are called before the others.
     - `progress`: whether to draw a progress bar, if there is a terminal.

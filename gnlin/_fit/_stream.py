@@ -163,9 +163,13 @@ class IterableStream:
                 f"There is no data: the iterable `{name}` holds no batch."
             ) from None
         if not isinstance(first, tuple | list):
+            hint = ""
+            if isinstance(first, Mapping) and len(first) in (2, 3):
+                entries = ", ".join(f"b[{key!r}]" for key in first)
+                hint = f": pass `[({entries}) for b in {name}]`"
             raise ValueError(
                 f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
-                f"iterable of such batches, but it holds {a_kind_of(first)}."
+                f"iterable of such batches, but it holds {a_kind_of(first)}{hint}."
             )
         self.example = self._checked(first)
         self._latest: deque[Data] = deque(maxlen=2)
@@ -247,6 +251,12 @@ def make_stream(
     """Return a stream of the examples of arrays, or of an iterable's batches."""
     data = as_tuple(data)
     if isinstance(data, tuple):
+        if len(data) > 2 and all(isinstance(x, tuple | list) for x in data):
+            raise ValueError(
+                f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
+                "iterable of such batches, but a tuple of tuples was given: put batches "
+                f"into a list, `list({name})`."
+            )
         return ArrayStream(data, batch_size, key, name)
     no_batches = isinstance(data, Mapping | str) or hasattr(data, "shape")
     if no_batches or not (isinstance(data, Iterable) or callable(data)):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._common._checks import as_jax_reads, nan_unless, nonnegative, to_jax
+from .._common._checks import as_jax_reads, nan_unless, nonnegative, shown, to_jax
 from .._common._sharding import automatic, is_here
 
 
@@ -125,7 +125,7 @@ def _as_array(name: str, x: Any) -> Array:
     try:
         return to_jax(x)
     except (TypeError, ValueError) as error:
-        what = f"dtype {x.dtype}" if hasattr(x, "dtype") else repr(x)
+        what = f"dtype {x.dtype}" if hasattr(x, "dtype") else shown(x)
         if _is_masked(x):
             what = "a masked array, whose mask would be lost: leave masked examples out"
         raise ValueError(

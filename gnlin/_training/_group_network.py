@@ -213,7 +213,8 @@ def of_groups(
             raise ValueError(
                 f"The `weight` of the group {name!r} must be one number, but has the "
                 f"shape {jnp.shape(group.weight)}: for weights w of single residuals, "
-                "multiply these by the square root of w inside the function."
+                "multiply these by the square root of w inside the function, or multiply "
+                "by w in a loss of your own."
             )
         if group.select is not None:
             _check_selection(name, group.select, group.data, parameters, model)

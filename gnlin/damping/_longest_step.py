@@ -281,8 +281,9 @@ class LongestStep(AbstractFromFirst):
         """Return the part of the next step at which the loss is lowest, if the loss has
         the same curvature along the two steps."""
         part = state.part
-        # The linearised problem predicts the part (2 - part) part of the largest decrease.
-        # With c times its curvature the loss falls by (2 - c part) part of it.
+        # The linearised problem predicts part * (2 - part) of the largest decrease. With
+        # a curvature that is `curvature` times as large, the loss falls by
+        # part * (2 - curvature * part) of it.
         curvature = (2 - trial.ratio * (2 - part)) / part
         best = jnp.clip(1 / curvature, _SHORTEST, 1)
         is_undamped = trial.share >= _NEARLY_ALL * part * (2 - part)
