@@ -1142,3 +1142,35 @@ def test_a_bound_that_is_never_active_does_not_change_the_steps():
     )
     assert bounded.num_steps == free.num_steps < 60
     np.testing.assert_allclose(bounded.deviance, free.deviance, rtol=1e-12)
+
+
+class Pinball(gnlin.authoring.AbstractElementwiseLoss):
+    reduction: str | None = None
+    rounded: float = 0.0
+
+    def elementwise(self, outputs, targets):
+        r = targets - outputs
+        if self.rounded == 0:
+            return jnp.maximum(0.8 * r, -0.2 * r)
+        return 0.8 * r + self.rounded * jax.nn.softplus(-r / self.rounded)
+
+
+def test_a_loss_of_straight_pieces_does_not_converge_and_a_rounded_one_does():
+    x = np.linspace(0, 1, 40)
+    y = 1 + 2 * x + np.random.default_rng(0).standard_t(3, size=40)
+    line = lambda p, x: p[0] + p[1] * x
+    with pytest.warns(UserWarning, match="`Pinball` has no curvature.*round the kinks"):
+        fit = gnlin.curve_fit(line, x, y, np.zeros(2), loss=Pinball())
+    assert not fit.converged
+    assert np.all(np.isnan(fit.standard_errors))
+    rounded = gnlin.curve_fit(line, x, y, np.zeros(2), loss=Pinball(rounded=1e-3))
+    # The least sum lies on a line through two points.
+    pairs = [(i, j) for i in range(40) for j in range(i)]
+    slopes = np.array([(y[i] - y[j]) / (x[i] - x[j]) for i, j in pairs])
+    firsts = np.array([y[i] for i, _ in pairs]) - slopes * [x[i] for i, _ in pairs]
+    r = y - firsts[:, None] - slopes[:, None] * x
+    best = np.argmin(np.sum(np.maximum(0.8 * r, -0.2 * r), axis=1))
+    assert rounded.converged
+    np.testing.assert_allclose(
+        rounded.parameters, [firsts[best], slopes[best]], atol=0.02
+    )

@@ -40,6 +40,7 @@ from ._likelihood import (
     check_targets,
     in_one_row,
     is_likelihood,
+    is_linear,
     without_empty,
 )
 from ._parameters import as_start, check_shared, limits, parted
@@ -197,7 +198,8 @@ def curve_fit(
         few = as_x(parts.example[0])
         check_rates(loss, curve.on(free, few), free, few)
         check_start(bounds, free)
-        setting = FitSettings(program, solver, loss, most, absolute_sigma)
+        flat = is_linear(loss, jnp.zeros(1))
+        setting = FitSettings(program, solver, loss, most, absolute_sigma, None, flat)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return _as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
@@ -231,7 +233,8 @@ def curve_fit(
     solver = _for_fits(
         solver, loss, wait=many and (program.has_loops or bounds is not None)
     )
-    setting = FitSettings(program, solver, loss, most, absolute_sigma, axes)
+    flat = is_linear(loss, data.y[0] if many else data.y)
+    setting = FitSettings(program, solver, loss, most, absolute_sigma, axes, flat)
     if setting.is_robust and sigma is None:
         data, end, found = in_rounds(setting, data, free, starts is not None)
     else:
@@ -251,14 +254,17 @@ def _as_curve_fit(
     and warn the user if something is wrong with the fit."""
     if found["history"] is not None:
         found |= {"history": History(found["history"])}
-    if setting.many or is_traced(end.loss):
+    are_arrays = setting.many or is_traced(end.loss)
+    if are_arrays:
         failed = end.is_empty
         if is_traced(end.loss):  # No warning can be given, so a failed fit returns NaN.
             failed |= jnp.isnan(end.loss)
         free = jax.tree.map(lambda p: unless(failed, p, jnp.nan), end.parameters)
         found |= {"parameters": eqx.combine(free, found["parameters"])}
     unseen = hidden(setting, data, start, end)
+    # Without curvature no step leads to a minimum, which lies at kinks.
     is_lost = unseen.stuck or unseen.missing.any()
+    is_lost |= setting.is_flat and not are_arrays
     if is_lost and result_name(found["result"]) == "successful":
         found |= {"result": STANDS_STILL}
     known = {"_curve": curve, "_start": start, "_setting": setting, "_data": data}

@@ -25,6 +25,7 @@ from ._advice import (
 )
 from ._curve import Data
 from ._hidden import of_no_step, of_vanishing_derivative, of_zero_derivative
+from ._likelihood import PerPoint
 from ._not_finite import of_extreme_squares, what_is_not_finite
 from ._own_values import of_own_values
 from ._points import place_of, total
@@ -67,6 +68,8 @@ def _failure(fit: "CurveFit") -> str:
         return failure
     if name == "successful" and not int(fit._end.nonfinite.point) >= 0:
         return ""
+    if fit._setting.is_flat and name in ("nonlinear_max_steps_reached", "stagnation"):
+        return _of_no_curvature(fit)
     if name == "nonlinear_max_steps_reached":
         if steps < fit._setting.max_steps:
             return f"interrupted after {how_many(steps, 'step')}"
@@ -84,6 +87,16 @@ def _failure(fit: "CurveFit") -> str:
             "differential equation: lower the tolerances at which they end"
         )
     return why_it_ended(fit.result).rstrip(".")
+
+
+def _of_no_curvature(fit: "CurveFit") -> str:
+    loss = fit._setting.loss
+    name = type(loss.loss if isinstance(loss, PerPoint) else loss).__name__
+    return (
+        f"the loss `{name}` has no curvature, so that each step is a gradient step and "
+        "there are no standard errors: round the kinks of the loss, as by "
+        "`jax.nn.softplus`"
+    )
 
 
 def are_determined(fit: "CurveFit") -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
+from .._training._curvature import is_flat
 from ..losses import (
     AbstractElementwiseLoss,
     AbstractLoss,
@@ -116,6 +117,16 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
 def is_likelihood(loss: AbstractLoss) -> bool:
     """Whether a loss is a negative log-likelihood, for which a fit estimates no scale."""
     return not isinstance(loss, SquaredError | AbstractRobust)
+
+
+def is_linear(loss: AbstractElementwiseLoss, y: Array) -> bool:
+    """Whether a loss is linear in pieces, so that it has neither curvature nor errors.
+
+    - `y`: one data set.
+    """
+    if isinstance(loss, PerPoint):
+        return is_flat(loss.loss, y, y)
+    return is_flat(loss, y[None], y[None])
 
 
 def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwiseLoss:

@@ -23,6 +23,7 @@ class FitSettings(NamedTuple):
 
     - `max_steps`: an array, so that another number does not compile the fit again.
     - `axes`: the axes of the fields of the data over data sets, if there are several.
+    - `is_flat`: whether the loss has no curvature, so that the parameters have no errors.
     """
 
     curve: Curve
@@ -31,6 +32,7 @@ class FitSettings(NamedTuple):
     max_steps: Int[Array | np.ndarray, ""]
     absolute_sigma: bool
     axes: Data | None = None
+    is_flat: bool = False
 
     @property
     def many(self) -> bool:

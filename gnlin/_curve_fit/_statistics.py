@@ -110,6 +110,8 @@ def as_fitted(
     held = box.blocked(y, pull)
     # A curve that is not finite may have a finite Jacobian, but the fit has no errors.
     jacobian = jnp.where(jnp.isfinite(totals.chi_squared), jacobian, jnp.nan)
+    if setting.is_flat:
+        jacobian = jnp.full_like(jacobian, jnp.nan)
     number, chi_squared = totals.num_points, totals.chi_squared
     free = ~held if tangents is None else jnp.any(tangents != 0, axis=0)
     known = covariance(jacobian, free, is_seen, number, nearby)

@@ -30,7 +30,7 @@ def without_curvature(
         each = [(x, outputs[k], targets[k]) for k, x in loss.losses.items()]
     else:
         each = [(loss, outputs, targets)]
-    if not all(_is_flat(*of_group) for of_group in each):
+    if not all(is_flat(*of_group) for of_group in each):
         return ""
     name = type(each[0][0]).__name__
     return (
@@ -44,7 +44,7 @@ def without_curvature(
     )
 
 
-def _is_flat(loss: AbstractLoss, outputs: Shapes, targets: PyTree[Array]) -> bool:
+def is_flat(loss: AbstractLoss, outputs: Shapes, targets: PyTree[Array]) -> bool:
     """Whether the loss of an example is linear in its outputs, in pieces: whether the
     program of the second derivative along a direction does not read the direction."""
     if type(loss).__module__.startswith("gnlin.") or not loss.has_observed_factor:
