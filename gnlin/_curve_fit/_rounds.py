@@ -42,9 +42,12 @@ def in_rounds(
     squared = setting._replace(loss=SquaredError(), max_steps=half)
     end, found = fitted(squared, data, start, has_starts)
     none = jnp.zeros_like(_as_steps(found))
+    scale = jnp.ones(())
     for number in range(_MOST_ROUNDS):
-        made, scale = _as_steps(found), _scale(data.y, data.counted, found["residuals"])
-        if number >= _ROUNDS and not surely(_has_moved(scale, data.spread)):
+        made, before = _as_steps(found), scale
+        scale = _scale(data.y, data.counted, found["residuals"])
+        moves = jnp.any(jnp.abs(scale - before) > _SETTLED * before)
+        if number >= _ROUNDS and not surely(moves):
             break
         is_over = made >= int(setting.max_steps)
         # Without steps, a round would end at one of the starts.
@@ -64,10 +67,6 @@ def in_rounds(
     found |= dict.fromkeys(("aic", "bic"), jnp.full_like(found["aic"], jnp.nan))
     # The profiles run the same program, without a limit on their sum.
     return data._replace(steps=none), end, found
-
-
-def _has_moved(scale: Array, before: Array) -> Bool[Array, ""]:
-    return jnp.any(jnp.abs(scale - before) > _SETTLED * before)
 
 
 def _as_steps(found: dict[str, Any]) -> Int[Array, "*sets"]:
