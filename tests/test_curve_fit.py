@@ -1651,7 +1651,7 @@ class Solved(eqx.Module):
         # The last two points are one, up to rounding and in another unit.
         (
             {
-                "sigma": np.diag(np.r_[np.ones(48), 1, 4 + 1e-14])
+                "sigma": np.diag(np.r_[np.ones(48), 1, 4 + 4e-15])
                 + np.diag(np.r_[np.zeros(48), 2], 1)
                 + np.diag(np.r_[np.zeros(48), 2], -1)
             },

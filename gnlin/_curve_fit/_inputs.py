@@ -192,7 +192,7 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
     if symmetric and np.all(np.isfinite(factor)):
         # The part of each variance that the entries before do not determine.
         left, whole = (np.diagonal(x, 0, -2, -1) for x in (factor, given))
-        if np.all(left**2 > m * np.finfo(given.dtype).eps * whole):
+        if np.all(left**2 > 10 * np.finfo(given.dtype).eps * whole):
             return factor
         raise ValueError(
             "`sigma` is a covariance and must not be singular, but to rounding some "
