@@ -28,7 +28,8 @@ class Solution(eqx.Module, Generic[Model]):
         running statistics of batch normalisation are those of `model`, unless its batches
         came from an iterable other than a list ([`gnlin.predict.batch_statistics`][]).
     - `loss`: the model's loss on all examples, with the prior's part; `None` if it was
-        not computed, as after mini-batches, or for a model that a callback chose.
+        not computed, as after mini-batches, or for a model that a callback chose. With
+        dropout it is a loss in training mode, under the masks of a step.
     - `result`: an `optimistix.RESULTS`: `successful` if the run converged or a callback
         stopped it; `nonlinear_max_steps_reached` if all steps were made or the run was
         interrupted; `stagnation` if no step reduced the loss any further, although
