@@ -30,7 +30,8 @@ class Trial(eqx.Module):
         the undamped step or the loss itself, whichever is smaller.
     - `on_detour`: whether the linearisation is on a detour. The decreases are then
         counted from the point where the detour left.
-    - `in_roundings`: the predicted decrease divided by the rounding of the loss.
+    - `in_roundings`, `of_loss`: the predicted decrease divided by the rounding of the
+        loss, and by the loss.
     """
 
     damping: Float[Array, ""]
@@ -43,6 +44,7 @@ class Trial(eqx.Module):
     part: Float[Array, ""]
     on_detour: Bool[Array, ""]
     in_roundings: Float[Array, ""] | float = math.inf
+    of_loss: Float[Array, ""] | float = math.inf
 
 
 # The smallest ratio of an accepted step, as in MINPACK.
