@@ -124,6 +124,7 @@ def test_rounds_go_on_until_the_scale_is_settled():
     assert np.all(np.abs(fit.parameters - p) < 2e-3 * fit.standard_errors)
 
 
+@pytest.mark.slow
 def test_inside_jit():
     y = data()
     outside = gnlin.curve_fit(decay, X, y, START, loss=HUBER)

@@ -198,8 +198,8 @@ def curve_fit(
         few = as_x(parts.example[0])
         check_rates(loss, curve.on(free, few), free, few)
         check_start(bounds, free)
-        flat = is_linear(loss, jnp.zeros(1))
-        setting = FitSettings(program, solver, loss, most, absolute_sigma, None, flat)
+        flat = is_linear(loss, np.zeros(1))
+        setting = FitSettings(program, solver, loss, most, absolute_sigma, is_flat=flat)
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return _as_curve_fit(setting, curve, free, None, end, found)
     warn_of_rounding(x=x, y=y)
@@ -233,7 +233,7 @@ def curve_fit(
     solver = _for_fits(
         solver, loss, wait=many and (program.has_loops or bounds is not None)
     )
-    flat = is_linear(loss, data.y[0] if many else data.y)
+    flat = is_linear(loss, data.y)
     setting = FitSettings(program, solver, loss, most, absolute_sigma, axes, flat)
     if setting.is_robust and sigma is None:
         data, end, found = in_rounds(setting, data, free, starts is not None)

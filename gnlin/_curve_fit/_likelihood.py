@@ -122,11 +122,11 @@ def is_likelihood(loss: AbstractLoss) -> bool:
 def is_linear(loss: AbstractElementwiseLoss, y: Array) -> bool:
     """Whether a loss is linear in pieces, so that it has neither curvature nor errors.
 
-    - `y`: one data set.
+    - `y`: one data set or several, of which only the shape is read.
     """
-    if isinstance(loss, PerPoint):
-        return is_flat(loss.loss, y, y)
-    return is_flat(loss, y[None], y[None])
+    shape, of_one = y.shape[-1:], isinstance(loss, PerPoint)
+    points = jax.ShapeDtypeStruct(shape if of_one else (1, *shape), y.dtype)
+    return is_flat(loss.loss if of_one else loss, points, points)
 
 
 def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwiseLoss:

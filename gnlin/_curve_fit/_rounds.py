@@ -22,10 +22,10 @@ from ._statistics import Fitted, spread
 # The least number of robust fits after a first fit by squared error, and the largest. In
 # between they go on until the scale changes by less than the third number: of eight fits
 # of 25 points, 8 of them outliers, two need more than five. A traced scale cannot be
-# compared, and has the least number. Each fit takes its scale from the
-# residuals of the fit before it. The first begins at the user's start, and the others
-# where the one before ended: a loss that ignores points far off may ignore all of them at
-# the start, and then two scales would alternate.
+# compared, and has the least number. Each fit takes its scale from the residuals of the
+# fit before it. The first begins at the user's start, and the others where the one before
+# ended: a loss that ignores points far off may ignore all of them at the start, and then
+# two scales would alternate.
 _ROUNDS, _MOST_ROUNDS, _SETTLED = 5, 50, 1e-4
 
 
@@ -46,9 +46,10 @@ def in_rounds(
     for number in range(_MOST_ROUNDS):
         made, before = _as_steps(found), scale
         scale = _scale(data.y, data.counted, found["residuals"])
-        moves = jnp.any(jnp.abs(scale - before) > _SETTLED * before)
-        if number >= _ROUNDS and not surely(moves):
-            break
+        if number >= _ROUNDS:
+            moves = jnp.abs(scale - before) > _SETTLED * before
+            if not surely(jnp.any(moves)):
+                break
         is_over = made >= int(setting.max_steps)
         # Without steps, a round would end at one of the starts.
         may_not_move = has_starts and number > 0 and not surely(~jnp.any(is_over))

@@ -167,10 +167,7 @@ class IterableStream:
             if isinstance(first, Mapping) and len(first) in (2, 3):
                 entries = ", ".join(f"b[{key!r}]" for key in first)
                 hint = f": pass `[({entries}) for b in {name}]`"
-            raise ValueError(
-                f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
-                f"iterable of such batches, but it holds {a_kind_of(first)}{hint}."
-            )
+            raise _no_data(name, f"it holds {a_kind_of(first)}{hint}")
         self.example = self._checked(first)
         self._latest: deque[Data] = deque(maxlen=2)
         # The iterable may not yield its first batch a second time.
@@ -252,23 +249,24 @@ def make_stream(
     data = as_tuple(data)
     if isinstance(data, tuple):
         if len(data) > 2 and all(isinstance(x, tuple | list) for x in data):
-            raise ValueError(
-                f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
-                "iterable of such batches, but a tuple of tuples was given: put batches "
-                f"into a list, `list({name})`."
-            )
+            words = "a tuple of tuples was given: put batches into a list"
+            raise _no_data(name, f"{words}, `list({name})`")
         return ArrayStream(data, batch_size, key, name)
     no_batches = isinstance(data, Mapping | str) or hasattr(data, "shape")
     if no_batches or not (isinstance(data, Iterable) or callable(data)):
-        raise ValueError(
-            f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an iterable of "
-            f"such batches, but {a_kind_of(data)} was given."
-        )
+        raise _no_data(name, f"{a_kind_of(data)} was given")
     if batch_size is not None:
         raise ValueError(
             "An iterable of batches has its own batch size: leave `batch_size` out."
         )
     return IterableStream(data, name)
+
+
+def _no_data(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an iterable of "
+        f"such batches, but {found}."
+    )
 
 
 def _checksum(batch: Data) -> str:

@@ -258,7 +258,7 @@ class Trials:
         attainable, predicted = self.attainable + fallen, predicted + fallen
         share = jnp.where(attainable > 0, predicted / attainable, 1)
         before = jnp.where(self.before > 0, self.before, jnp.inf)
-        part, of_loss = predicted / jnp.minimum(attainable, before), predicted / before
+        part = predicted / jnp.minimum(attainable, before)
         actual = self.objective.decrease(lin.outputs, outputs).astype(self.dtype)
         if self.detour is not None:  # The sum of two decreases would cancel.
             loss = self.objective.value(outputs).astype(self.dtype)
@@ -278,7 +278,7 @@ class Trials:
             part=jnp.where(attainable > 0, part, 1).astype(self.dtype),
             on_detour=jnp.array(False) if self.detour is None else self.detour.is_on,
             in_roundings=jnp.where(rounding > 0, predicted / rounding, jnp.inf),
-            of_loss=jnp.where(self.before > 0, of_loss, jnp.inf).astype(self.dtype),
+            of_loss=jnp.where(self.before > 0, predicted / before, jnp.inf),
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
