@@ -254,17 +254,14 @@ def _as_curve_fit(
     and warn the user if something is wrong with the fit."""
     if found["history"] is not None:
         found |= {"history": History(found["history"])}
-    are_arrays = setting.many or is_traced(end.loss)
-    if are_arrays:
+    if setting.many or is_traced(end.loss):
         failed = end.is_empty
         if is_traced(end.loss):  # No warning can be given, so a failed fit returns NaN.
             failed |= jnp.isnan(end.loss)
         free = jax.tree.map(lambda p: unless(failed, p, jnp.nan), end.parameters)
         found |= {"parameters": eqx.combine(free, found["parameters"])}
     unseen = hidden(setting, data, start, end)
-    # Without curvature no step leads to a minimum, which lies at kinks.
     is_lost = unseen.stuck or unseen.missing.any()
-    is_lost |= setting.is_flat and not are_arrays
     if is_lost and result_name(found["result"]) == "successful":
         found |= {"result": STANDS_STILL}
     known = {"_curve": curve, "_start": start, "_setting": setting, "_data": data}

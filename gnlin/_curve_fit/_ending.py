@@ -25,7 +25,7 @@ from ._advice import (
 )
 from ._curve import Data
 from ._hidden import of_no_step, of_vanishing_derivative, of_zero_derivative
-from ._likelihood import PerPoint
+from ._likelihood import as_given
 from ._not_finite import of_extreme_squares, what_is_not_finite
 from ._own_values import of_own_values
 from ._points import place_of, total
@@ -90,8 +90,7 @@ def _failure(fit: "CurveFit") -> str:
 
 
 def _of_no_curvature(fit: "CurveFit") -> str:
-    loss = fit._setting.loss
-    name = type(loss.loss if isinstance(loss, PerPoint) else loss).__name__
+    name = type(as_given(fit._setting.loss)).__name__
     return (
         f"the loss `{name}` has no curvature, so that each step is a gradient step and "
         "there are no standard errors: round the kinks of the loss, as by "

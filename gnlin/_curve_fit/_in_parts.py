@@ -129,7 +129,7 @@ def fitted_in_parts(
     end, found = _fitted(setting, minimum.y, first, sums, unweighted, is_seen, nonfinite)
     rows = minimum.rows
     return end, found | {
-        "result": end.judged(minimum.result),
+        "result": end.judged(setting, minimum.result),
         "history": rows and {"step": rows["num_feature_updates"], **rows},
         "num_steps": jnp.array(len(rows["loss"]) if rows else 0),
     }

@@ -119,14 +119,19 @@ def is_likelihood(loss: AbstractLoss) -> bool:
     return not isinstance(loss, SquaredError | AbstractRobust)
 
 
-def is_linear(loss: AbstractElementwiseLoss, y: Array) -> bool:
+def as_given(loss: AbstractLoss) -> AbstractLoss:
+    """Return the loss that the user passed."""
+    return loss.loss if isinstance(loss, PerPoint) else loss
+
+
+def is_linear(loss: AbstractElementwiseLoss, y: Array | np.ndarray) -> bool:
     """Whether a loss is linear in pieces, so that it has neither curvature nor errors.
 
     - `y`: one data set or several, of which only the shape is read.
     """
-    shape, of_one = y.shape[-1:], isinstance(loss, PerPoint)
-    points = jax.ShapeDtypeStruct(shape if of_one else (1, *shape), y.dtype)
-    return is_flat(loss.loss if of_one else loss, points, points)
+    given, shape = as_given(loss), y.shape[-1:]
+    example = jax.ShapeDtypeStruct((1, *shape) if given is loss else shape, y.dtype)
+    return is_flat(given, example, example)
 
 
 def in_one_row(loss: AbstractElementwiseLoss, of_y: PyTree) -> AbstractElementwiseLoss:

@@ -245,7 +245,7 @@ def _statistics(
     found |= {
         "residuals": residuals[: data.y.size],
         "x": None if data.sigma_x is None else data.moved(variables["x"]),
-        "result": fitted.judged(end.result),
+        "result": fitted.judged(setting, end.result),
         "history": end.history,
         "num_steps": end.num_steps,
     }

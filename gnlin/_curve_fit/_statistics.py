@@ -62,8 +62,11 @@ class Fitted(NamedTuple):
     is_open: bool | Bool[Array, ""] = False
     is_doubtful: bool | Bool[Array, ""] = False
 
-    def judged(self, result: optx.RESULTS) -> optx.RESULTS:
+    def judged(self, setting: FitSettings, result: optx.RESULTS) -> optx.RESULTS:
         """Return how the run ended, given the result of the solver."""
+        if setting.is_flat:  # The minimum lies at kinks, which no derivative tells.
+            is_still = result == optx.RESULTS.successful
+            result = optx.RESULTS.where(is_still, STANDS_STILL, result)
         has_converged = (result == STANDS_STILL) & (self.distance <= NEAR)
         result = optx.RESULTS.where(has_converged, optx.RESULTS.successful, result)
         return optx.RESULTS.where(self.is_empty, optx.RESULTS.nonfinite, result)
